@@ -3,12 +3,12 @@
     python benchmarks/fuzzing.py --from 0 --to 10000        # goes on where it ended; --again starts anew
     python benchmarks/fuzzing.py --seed 17 --stop           # one graph, with the traceback of what is raised
 
-Graphs are made by nets/random_graphs.py, computed by ONNX Runtime without optimisation, and run through the passes as
+Graphs are made by nets/random_graphs.py, computed by ONNX Runtime without optimization, and run through the passes as
 the tasks of a plan run them, in a process that is started again where it crashes or hangs. Passes that keep the answer
 in float32 are judged by the thresholds and the sensitivity by which `prosecute` judges engines, float16 and bfloat16
 likewise; fewer bits by a noise above the signal; and lossy ones by shapes, dtypes and finite numbers alone where a
 graph chooses by value. Some 2:4 graphs go through other passes, where their zeros have to stay; some graphs go through
-`enginesmith optimize` and `package`, and the bundle has to answer on its own. What ONNX Runtime with optimisation,
+`enginesmith optimize` and `package`, and the bundle has to answer on its own. What ONNX Runtime with optimization,
 OpenVINO and the builder of TensorRT-RTX make of the graphs is noted, and is no finding. Numbers go to
 benchmarks/results/fuzzing.json and fuzzing.md.
 """
@@ -94,7 +94,7 @@ TRIALS: Mapping[str, Trial] = {
     "decompose-attention": Trial(DecomposeAttention(), "fp32"),
     "sparsify 2:4": Trial(Sparsify(), ""),
     "sparsify unstructured": Trial(Sparsify(pattern="unstructured", ratio=0.6), ""),
-    "equalise": Trial(CrossLayerEqualization(), "fp32"),
+    "equalize": Trial(CrossLayerEqualization(), "fp32"),
     "smooth": Trial(Smooth(), "fp32"),
     "smooth, multiplications": Trial(Smooth(insert=True), "fp32"),
     "awq": Trial(Smooth(mode="awq", insert=True), "fp32"),
@@ -112,7 +112,7 @@ TRIALS: Mapping[str, Trial] = {
     "int4-weights": _precision("int4-weights", "int4"),
     "int4-weights, float32": _precision("int4-weights", "int4", placement="inputs+outputs"),
 }
-CHEAP = ("simplify", "sparsify 2:4", "equalise", "smooth, multiplications", "fp16", "int8, onnxruntime", "int8-dynamic")
+CHEAP = ("simplify", "sparsify 2:4", "equalize", "smooth, multiplications", "fp16", "int8, onnxruntime", "int8-dynamic")
 """Those of the quick test."""
 _SPARSE = "sparsify 2:4"
 _KEEP_ZEROS = ("simplify", "smooth, multiplications", "fp16", "int8, tensorrt_rtx", "int8, onnxruntime", "int8+fp16")
@@ -147,7 +147,7 @@ def describe(path: Path) -> Artifact:
 
 
 class Answerer:
-    """A graph in ONNX Runtime without optimisation; half types are emulated."""
+    """A graph in ONNX Runtime without optimization; half types are emulated."""
 
     def __init__(self, path: Path, *, emulated: bool = False, optimized: bool = False) -> None:
         library, self._failures = evaluator.import_library()

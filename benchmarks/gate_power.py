@@ -2,7 +2,7 @@
 
     python benchmarks/gate_power.py [--tries 20] [--work build/gate_power] [--loads quiet,random]
 
-Three networks are optimised as users do: `digits`; the same with other weights, so that no byte of the engine is the
+Three networks are optimized as users do: `digits`; the same with other weights, so that no byte of the engine is the
 baseline's; and one with a residual branch more, as wide as takes 10 % more time. How wide that is, is measured: each
 width of WIDTHS in several long measurements side by side. Then `gate RUN --baseline digits` is asked in turns, with its
 default tolerance and time, about the unchanged and the slower one, beside each load of `noise.py` in turn. Targets:
@@ -62,7 +62,7 @@ def build() -> tuple[nn.Module, dict[str, Tensor]]:
 '''
 
 
-def optimised(work: Path, name: str, width: int, scale: float) -> Path:
+def optimized(work: Path, name: str, width: int, scale: float) -> Path:
     """The run directory of a network; one that is there already is used as it is."""
     source, out = work / f"{name}.py", work / name
     source.write_text(NET.format(width=width, scale=scale))
@@ -85,7 +85,7 @@ def ratio(before: Path, after: Path, seconds: float) -> Interval:
 def calibrated(work: Path, baseline: Path, repeats: int, seconds: float) -> tuple[Path, dict[str, Any]]:
     """The run of the width that is nearest to what is wanted, and what was measured of all widths."""
     found: dict[int, list[float]] = {width: [] for width in WIDTHS}
-    runs = {width: optimised(work, f"wider{width}", width, 1.0) for width in WIDTHS}
+    runs = {width: optimized(work, f"wider{width}", width, 1.0) for width in WIDTHS}
     for _ in range(repeats):
         for width, run in runs.items():
             found[width].append(ratio(baseline, run, seconds).median)
@@ -159,8 +159,8 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=RESULTS / "gate_power.json")
     given = parser.parse_args()
     given.work.mkdir(parents=True, exist_ok=True)
-    baseline = optimised(given.work, BASELINE, 0, 1.0)
-    unchanged = optimised(given.work, UNCHANGED, 0, 1.001)
+    baseline = optimized(given.work, BASELINE, 0, 1.0)
+    unchanged = optimized(given.work, UNCHANGED, 0, 1.001)
     slower, calibration = calibrated(given.work, baseline, given.calibrate, 20.0)
     found: dict[str, Any] = {
         "command": " ".join(["python benchmarks/gate_power.py", *sys.argv[1:]]),

@@ -4,7 +4,7 @@
 
 A graph lies in FOLDER/MODEL-PRECISION/model.onnx, large weights beside it, what the product said of it in made.json;
 what is there already is left alone. Inputs keep the zoo's dynamic dimensions. Calibration samples are made up and most
-of the zoo's weights are random, so the quantised graphs are good for measuring speed and memory, and for nothing else.
+of the zoo's weights are random, so the quantized graphs are good for measuring speed and memory, and for nothing else.
 """
 
 import argparse
@@ -28,7 +28,7 @@ _FILE, _FOUND = "model.onnx", "made.json"
 _QUICK = ("--synthetic-calibration", "--samples", "8", "--search-steps", "1", "--batch", "1,2")
 
 
-class NothingToQuantise(ValueError):
+class NothingToQuantize(ValueError):
     """The product makes no such graph, and says why."""
 
 
@@ -49,16 +49,16 @@ def make(model: str, precision: str, folder: Path) -> Path:
     """Path of the graph of a zoo model in a precision; made unless it is there.
 
     Raises:
-        NothingToQuantise: the product refuses, as it does ``int4-weights`` of a model without matrix products.
+        NothingToQuantize: the product refuses, as it does ``int4-weights`` of a model without matrix products.
     """
     made = attempt(model, precision, folder)
     if made.path is None:
-        raise NothingToQuantise(made.reason)
+        raise NothingToQuantize(made.reason)
     return made.path
 
 
 def attempt(model: str, precision: str, folder: Path, engine: str = ENGINE) -> Made:
-    """Quantise like :func:`make`, for any engine; a refusal is returned with its reason."""
+    """Quantize like :func:`make`, for any engine; a refusal is returned with its reason."""
     target = folder / (f"{model}-{precision}" if engine == ENGINE else f"{model}-{precision}-{engine}")
     if not target.exists():
         folder.mkdir(parents=True, exist_ok=True)

@@ -26,7 +26,7 @@ def built(source: str) -> Built:
 def exported(source: str, path: Path) -> Path:
     """The graph of a plain script: ``torch.onnx.export`` with a dynamic batch.
 
-    Shapes that the exporter notes of values are left out: ONNX Runtime's quantisation transposes weights of Gemm, and
+    Shapes that the exporter notes of values are left out: ONNX Runtime's quantization transposes weights of Gemm, and
     then refuses the shapes noted before.
     """
     if not path.is_file():
@@ -43,7 +43,7 @@ def exported(source: str, path: Path) -> Path:
 
 @cache
 def session(path: Path) -> onnxruntime.InferenceSession:
-    """ONNX Runtime as a plain script opens it, on one thread; a graph that is optimised already stays as it is."""
+    """ONNX Runtime as a plain script opens it, on one thread; a graph that is optimized already stays as it is."""
     options = onnxruntime.SessionOptions()
     options.intra_op_num_threads = 1
     options.log_severity_level = 3

@@ -2,7 +2,7 @@
 
     python benchmarks/kernels.py plain.onnx net.onnx net.onnx@SkipLayerNormFusion --batch 8
 
-`@NAME,NAME` leaves out optimisers of ONNX Runtime. One thread on the CPU. Times are of the processor, not of the clock,
+`@NAME,NAME` leaves out optimizers of ONNX Runtime. One thread on the CPU. Times are of the processor, not of the clock,
 so that other programs disturb less; a ratio is the median over rounds in which each graph ran once, in random order,
 with a bootstrap 95 % interval. The table by operator has the least time of each node over all calls.
 """

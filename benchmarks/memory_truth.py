@@ -158,7 +158,7 @@ def mapped_graph(net: Net, folder: Path) -> Artifact:
 
 
 def built(net: Net, folder: Path) -> Artifact:
-    """The engine that ``build`` makes: the optimised graph, its weights mapped."""
+    """The engine that ``build`` makes: the optimized graph, its weights mapped."""
     (folder / "source").mkdir()
     source = graph(net, folder / "source", mapped=True)
     task = Build(engine=_PLAIN, device=Device())

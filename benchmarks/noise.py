@@ -1,4 +1,4 @@
-"""Measure how far a busy neighbour moves the reported speed-up.
+"""Measure how far a busy neighbor moves the reported speed-up.
 
     python benchmarks/noise.py [--models resnet18,digits] [--runs 10] [--seconds 20] [--only quiet|even|...]
 
@@ -52,16 +52,16 @@ LOADS = {
 
 @contextmanager
 def load(name: str) -> Iterator[None]:
-    """A neighbour, while the block lasts; ``quiet`` is none."""
+    """A neighbor, while the block lasts; ``quiet`` is none."""
     if name == "quiet":
         yield
         return
-    neighbour = subprocess.Popen([sys.executable, "-c", LOAD, *LOADS[name]])
+    neighbor = subprocess.Popen([sys.executable, "-c", LOAD, *LOADS[name]])
     try:
         yield
     finally:
-        neighbour.kill()
-        neighbour.wait()
+        neighbor.kill()
+        neighbor.wait()
 
 
 def speedup(graph: str, model: str, seconds: int) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""Measure seconds and peak memory of calibration and quantisation, the steps of ``enginesmith precision``.
+"""Measure seconds and peak memory of calibration and quantization, the steps of ``enginesmith precision``.
 
     python benchmarks/precision_cost.py [--work build/precision] [--models resnet50 …]
 

@@ -181,8 +181,8 @@ def _normalize_by(module: Any, kept: Tensor, x: Tensor) -> Tensor:
     if isinstance(module, nn.RMSNorm):
         eps = torch.finfo(x.dtype).eps if module.eps is None else module.eps
         return x * torch.rsqrt(chosen.square().mean(-1, keepdim=True) + eps) * module.weight
-    centred = x - chosen.mean(-1, keepdim=True)
-    y = centred / (chosen.var(-1, unbiased=False, keepdim=True) + module.eps).sqrt() * module.weight
+    centered = x - chosen.mean(-1, keepdim=True)
+    y = centered / (chosen.var(-1, unbiased=False, keepdim=True) + module.eps).sqrt() * module.weight
     return y if module.bias is None else y + module.bias
 
 

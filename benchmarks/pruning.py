@@ -39,7 +39,7 @@ SETTINGS: Mapping[str, tuple[str, ...]] = {
 
 def digits(work: Path, options: argparse.Namespace) -> dict[str, Any]:
     """Part A."""
-    answer = _optimised(
+    answer = _optimized(
         *("digits", "--recover", "distil", "--recover-time", f"{options.recover}s"),
         *("--max-drop", str(DIGITS_DROP), "--measure-time", f"{options.seconds:g}s"),
         folder=work / "digits",
@@ -63,7 +63,7 @@ def resnet50(work: Path, options: argparse.Namespace) -> list[dict[str, Any]]:
     rows = []
     for name, words in SETTINGS.items():
         folder = work / "resnet50" / name.replace(" ", "-").replace(",", "")
-        answer = _optimised(
+        answer = _optimized(
             *("resnet50", "--precision", "fp32", "--precision", "int8", "--synthetic-calibration"),
             *("--samples", "8", "--search-steps", "1", "--no-memory"),
             *("--measure-time", f"{options.seconds:g}s", *words),
@@ -84,7 +84,7 @@ def resnet50(work: Path, options: argparse.Namespace) -> list[dict[str, Any]]:
     return rows
 
 
-def _optimised(*words: str, folder: Path, store: Path | None = None) -> Answer:
+def _optimized(*words: str, folder: Path, store: Path | None = None) -> Answer:
     return call(
         *("optimize", *words, "--prune", "macs=-50%", "--batch", "1", "--threads", "1"),
         *("--out", str(folder / "run"), "--store", str(store or folder / "store")),

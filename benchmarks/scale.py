@@ -60,7 +60,7 @@ _WARM_ROUNDS = 3
 _ENGINES = {
     "precisions": ["fp32", "fp16", "int8", "int8-dynamic"],
     "graph_optimization": ["disabled", "basic", "extended", "all"],
-    "quantisation": {"search_steps": 1},
+    "quantization": {"search_steps": 1},
     "measure": {"memory": False, "seconds": 0.3},
     "batch": [1],
 }

@@ -40,7 +40,7 @@ def list_everything(run: Run) -> Iterator[str]:
     for option, field in _LISTS:
         for name in getattr(run.recipe, field):
             yield from (option, name)
-    for name in run.recipe.quantisation.quantizers:
+    for name in run.recipe.quantization.quantizers:
         yield from ("--quantizer", name)
     for target in run.recipe.prune:
         yield from ("--prune", target)

@@ -3,7 +3,7 @@
     python benchmarks/sparsity.py [digits resnet18 …]
 
 Each model is exported, simplified, and made 2:4 twice. SQNR of the outputs is against the dense graph on one set of
-feeds, run unoptimised; of digits, the share of test images that are recognised, too. The other models of the zoo have
+feeds, run unoptimized; of digits, the share of test images that are recognized, too. The other models of the zoo have
 random weights, so their outputs say little of trained ones. The pattern is followed into float16. Writes
 results/sparsity.json and results/sparsity.md.
 """
@@ -87,7 +87,7 @@ def _sparsify(dense: Path, out: Path, feeds: Feeds, name: str) -> dict[str, Any]
 
 
 def _top1(path: Path, name: str) -> float | None:
-    """Share of digits' test images that are recognised; None for models that have no labelled data."""
+    """Share of digits' test images that are recognized; None for models that have no labeled data."""
     if name != "digits":
         return None
     data = embedded("digits", "test")

@@ -44,7 +44,7 @@ def cells(models: Sequence[str], precisions: Sequence[str], folder: Path) -> Ite
         for precision in precisions:
             try:
                 graph = graphs.make(model, precision, folder)
-            except graphs.NothingToQuantise as error:
+            except graphs.NothingToQuantize as error:
                 for target in TARGETS:
                     yield {"model": model, "precision": precision, "target": target} | _not_made(error)
                 continue
@@ -60,7 +60,7 @@ def _build(graph: Path, target: str, shapes: Sequence[str], out: Path) -> Answer
     return call("build", str(graph), "-o", output, "--target", target, *shapes, "--store", store)
 
 
-def _not_made(error: graphs.NothingToQuantise) -> dict[str, Any]:
+def _not_made(error: graphs.NothingToQuantize) -> dict[str, Any]:
     """The graph's maker refuses, so that there is nothing to build."""
     return {"listed": False, "verdict": "no graph", "class": type(error).__name__, "reason": str(error), "remedy": ""}
 

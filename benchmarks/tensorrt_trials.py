@@ -53,7 +53,7 @@ _SMALL = {
             => (bool d, float[2,4] r) {d = Identity(c) r = Add(s, s)}>}""",
     "resize": """(float[batch,2,4,4] x) => (float[batch,2,8,8] y)
         <float[4] s = {1,1,2,2}> {y = Resize<mode="nearest">(x, , s)}""",
-    "quantised": """(float[batch,8] x) => (float[batch,8] y)
+    "quantized": """(float[batch,8] x) => (float[batch,8] y)
         <float s = {0.1}, int8 z = {0}, int8[8,8] w> {
             a = QuantizeLinear(x, s, z) b = DequantizeLinear(a, s, z)
             c = DequantizeLinear(w, s, z) y = MatMul(b, c)}""",

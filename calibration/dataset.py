@@ -61,15 +61,15 @@ def find_missing_labels(labels: Labels) -> Array:
 
 
 def assign_labels(
-    labels: Mapping[str, _T] | _T | None, outputs: Sequence[str], labelled: str | None = None
+    labels: Mapping[str, _T] | _T | None, outputs: Sequence[str], labeled: str | None = None
 ) -> dict[str, _T]:
     """Find the labels of each output that has some: of several arrays, those of its name.
 
-    One array belongs to the ``labelled`` output, or to the first.
+    One array belongs to the ``labeled`` output, or to the first.
     """
     if isinstance(labels, Mapping):
         return {name: labels[name] for name in outputs if name in labels}
-    return {} if labels is None else {labelled or outputs[0]: labels}
+    return {} if labels is None else {labeled or outputs[0]: labels}
 
 
 def describe_arrays(arrays: Feeds) -> str:

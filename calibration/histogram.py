@@ -160,10 +160,10 @@ def _entropy(edges: Array, counts: Array) -> float:
     where all are in the last bin, nothing diverges.
     """
     end = float(edges[-1])
-    centres = (edges[:-1] + edges[1:]) / 2
+    centers = (edges[:-1] + edges[1:]) / 2
     ends = np.arange(_KL_LEVELS, _KL_BINS + 1, _KL_STRIDE)
     while True:
-        place = np.minimum(centres * (_KL_BINS / end), _KL_BINS).astype(np.int64)
+        place = np.minimum(centers * (_KL_BINS / end), _KL_BINS).astype(np.int64)
         grid = np.bincount(place, counts, _KL_BINS + 1)
         inside = np.cumsum(grid)[ends - 1]
         likely = inside >= counts.sum() / 2
@@ -191,7 +191,7 @@ def _divergence(inside: Array, beyond: float) -> float:
 
 
 def _mse(edges: Array, counts: Array) -> float:
-    """Find the end whose quantisation has the least mean squared error; values count as spread evenly in their bins.
+    """Find the end whose quantization has the least mean squared error; values count as spread evenly in their bins.
 
     Tried are the largest value and its fractions in equal ratios, then finer ones next to the best.
     """

@@ -23,9 +23,9 @@ from enginesmith.pipeline.errors import DataError
 from enginesmith.pipeline.tensors import Array
 
 _IMAGES, _MASKS = "images", "masks"
-_UNLABELLED = 255
+_UNLABELED = 255
 """Number of pixels that the mask says nothing of, as around an image that is smaller than the crop."""
-BINARY_MASKS = f"pixels are 0 and {_UNLABELLED} only, so {_UNLABELLED} is class 1"
+BINARY_MASKS = f"pixels are 0 and {_UNLABELED} only, so {_UNLABELED} is class 1"
 _LOSSY = ("JPEG", "MPO")
 _MANY, _RARE = 16, 0.01
 """Number of classes from which on, and share of pixels up to which, JPEG made those that are rare."""
@@ -39,9 +39,9 @@ def has_masks(reference: str) -> bool:
 
 def are_binary_masks(labels: Array) -> bool:
     """Tell whether labels are masks, [samples, height, width], of black and white pixels: 0 and 255 only."""
-    if labels.ndim != 3 or labels.dtype.kind not in "iu" or not labels.size or labels.max() != _UNLABELLED:
+    if labels.ndim != 3 or labels.dtype.kind not in "iu" or not labels.size or labels.max() != _UNLABELED:
         return False
-    return bool(np.isin(labels, (0, _UNLABELLED)).all() and (labels == 0).any())
+    return bool(np.isin(labels, (0, _UNLABELED)).all() and (labels == 0).any())
 
 
 def check_masks(reference: str, _: Request) -> None:
@@ -131,15 +131,15 @@ def _read_maps(folder: Path, masks: Sequence[ImageFile], steps: Preprocessing) -
         with mask.open() as image:
             _check_channels(mask.path, image)
             lossy += image.format in _LOSSY
-            maps.append(steps.apply_to_mask(image, _UNLABELLED))
+            maps.append(steps.apply_to_mask(image, _UNLABELED))
     labels = np.stack(maps)
-    binary = set(np.unique(labels)) == {0, _UNLABELLED}
+    binary = set(np.unique(labels)) == {0, _UNLABELED}
     if binary:  # what is outside of an image has that number, too
         for row, mask in zip(labels, masks, strict=True):
-            row[(row == _UNLABELLED) & steps.covers(mask.size)] = 1
-    classes = [int(number) for number in np.unique(labels) if number != _UNLABELLED]
+            row[(row == _UNLABELED) & steps.covers(mask.size)] = 1
+    classes = [int(number) for number in np.unique(labels) if number != _UNLABELED]
     if not classes:
-        message = f"the masks in {folder / _MASKS} label nothing: each pixel is {_UNLABELLED}, or cut off"
+        message = f"the masks in {folder / _MASKS} label nothing: each pixel is {_UNLABELED}, or cut off"
         raise DataError(message, "number the classes from 0")
     summary = f"labels from masks: {len(classes)} classes from {min(classes)} to {max(classes)}"
     notes = [summary + (f"; {BINARY_MASKS}" if 1 in classes and binary else "")]
@@ -154,7 +154,7 @@ def _describe_lossy(folder: Path, labels: Array, lossy: int, masks: int) -> str:
     Raises:
         DataError: most of many classes are rare, as those that JPEG makes are.
     """
-    counts = np.unique(labels[labels != _UNLABELLED], return_counts=True)[1]
+    counts = np.unique(labels[labels != _UNLABELED], return_counts=True)[1]
     rare = int((counts < _RARE * counts.sum()).sum())
     problem = f"{lossy} of {masks} masks are JPEG files, which change the numbers of pixels at edges"
     if len(counts) > _MANY and rare > len(counts) / 2:
@@ -178,14 +178,14 @@ def _check_channels(path: Path, image: Any) -> None:
     bands = image.getbands()
     if len(bands) == 1:
         raise DataError(f"the mask {path} has floating-point numbers ({image.mode}), expected classes", _ONE_NUMBER)
-    colours = [np.asarray(image.getchannel(band)) for band in bands if band != "A"]
-    alike = all(np.array_equal(colour, colours[0]) for colour in colours)
+    colors = [np.asarray(image.getchannel(band)) for band in bands if band != "A"]
+    alike = all(np.array_equal(color, colors[0]) for color in colors)
     raise DataError(
         f"the mask {path} has {len(bands)} channels ({image.mode}), expected one: the class of each pixel",
         _ONE_NUMBER
         + (
             f'. The channel {bands[0]} alone has the same numbers: Image.open(path).getchannel("{bands[0]}") of Pillow'
             if alike
-            else ". Where each colour is a class, replace it by the number of the class"
+            else ". Where each color is a class, replace it by the number of the class"
         ),
     )

@@ -19,7 +19,7 @@ _LARGEST_OF_16_BITS = range(1 << 8, 1 << 16)
 
 
 class Preprocessing(BaseModel, frozen=True):
-    """Mode, resize, centre crop, rescale, mean and standard deviation, axes and dtype: done in that order."""
+    """Mode, resize, center crop, rescale, mean and standard deviation, axes and dtype: done in that order."""
 
     mode: Mode
     resize: int | Size | Literal["cover"] | None
@@ -27,7 +27,7 @@ class Preprocessing(BaseModel, frozen=True):
     resample: int
     """Pillow's number of the filter."""
     size: Size
-    """Size that is cut out of the centre; where an image is smaller, zeros are put around it."""
+    """Size that is cut out of the center; where an image is smaller, zeros are put around it."""
     rescale: float
     mean: tuple[float, ...]
     std: tuple[float, ...]
@@ -97,7 +97,7 @@ class Preprocessing(BaseModel, frozen=True):
         Raises:
             ValueError: its pixels are of a kind that has no agreed range.
         """
-        cut = _crop_centre(_resize(_convert(image, self.mode), self), self.size)
+        cut = _crop_center(_resize(_convert(image, self.mode), self), self.size)
         pixels = np.asarray(cut).reshape(*self.size, len(self.mode))
         if self.dtype != "uint8":
             values = pixels.astype(np.float32)
@@ -146,7 +146,7 @@ def _wanted_size(size: Size, steps: Preprocessing) -> Size:
     return max(1, wanted[0]), max(1, wanted[1])
 
 
-def _crop_centre(image: Any, size: Size) -> Any:
+def _crop_center(image: Any, size: Size) -> Any:
     top, left = (image.size[1] - size[0]) // 2, (image.size[0] - size[1]) // 2
     return image if (image.size[1], image.size[0]) == size else image.crop((left, top, left + size[1], top + size[0]))
 

@@ -1,4 +1,4 @@
-"""The zoo: networks to optimise out of the box, one family per file."""
+"""The zoo: networks to optimize out of the box, one family per file."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass

@@ -26,7 +26,7 @@ MASKED = -1e4
 
 
 class Embeddings(nn.Module):
-    """The sum of word, position and segment vectors, normalised."""
+    """The sum of word, position and segment vectors, normalized."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -57,7 +57,7 @@ class SelfAttention(nn.Module):
 
 
 class Residual(nn.Module):
-    """A projection added to the input of its block, then normalised."""
+    """A projection added to the input of its block, then normalized."""
 
     def __init__(self, width: int) -> None:
         super().__init__()

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from enginesmith.models.checkpoint import load_weights
 from enginesmith.models.inputs import images
-from enginesmith.models.resnet import BasicBlock, initialise, stage
+from enginesmith.models.resnet import BasicBlock, initialize, stage
 
 WEIGHTS = Path(__file__).parent / "weights" / "digits.safetensors"
 
@@ -26,7 +26,7 @@ class Digits(nn.Module):
         self.layer2 = stage(BasicBlock, 16, 32, 2, stride=2)
         self.layer3 = stage(BasicBlock, 32, 64, 2, stride=2)
         self.fc = nn.Linear(64, 10)
-        initialise(self)
+        initialize(self)
 
     def forward(self, image: Tensor) -> Tensor:
         x = torch.relu(self.bn1(self.conv1(image)))

@@ -7,7 +7,7 @@ BATCH = 2
 
 
 def images(channels: int, size: int) -> Tensor:
-    """Normalised noise images, ``[2, channels, size, size]`` float32."""
+    """Normalized noise images, ``[2, channels, size, size]`` float32."""
     return features(channels, size, size)
 
 

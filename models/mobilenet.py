@@ -7,7 +7,7 @@ from torch import Tensor, nn
 
 from enginesmith.models.checkpoint import load_weights
 from enginesmith.models.inputs import images
-from enginesmith.models.resnet import initialise
+from enginesmith.models.resnet import initialize
 
 # Table 2 of the paper: expansion, output channels, repeats, stride of the first.
 STAGES = ((1, 16, 1, 1), (6, 24, 2, 2), (6, 32, 3, 2), (6, 64, 4, 2), (6, 96, 3, 1), (6, 160, 3, 2), (6, 320, 1, 1))
@@ -48,7 +48,7 @@ class MobileNetV2(nn.Module):
         layers.append(_convolution(channels, HEAD, 1))
         self.features = nn.Sequential(*layers)
         self.classifier = nn.Sequential(nn.Dropout(0.2), nn.Linear(HEAD, num_classes))
-        initialise(self)
+        initialize(self)
 
     def forward(self, image: Tensor) -> Tensor:
         logits: Tensor = self.classifier(self.features(image).mean((2, 3)))

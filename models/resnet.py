@@ -66,7 +66,7 @@ class ResNet(nn.Module):
         self.layer3 = stage(block, 128 * grown, 256, depths[2], stride=2)
         self.layer4 = stage(block, 256 * grown, 512, depths[3], stride=2)
         self.fc = nn.Linear(512 * grown, num_classes)
-        initialise(self)
+        initialize(self)
 
     def forward(self, image: Tensor) -> Tensor:
         x = self.maxpool(torch.relu(self.bn1(self.conv1(image))))
@@ -83,8 +83,8 @@ def stage(
     return nn.Sequential(first, *(block(width * block.expansion, width) for _ in range(depth - 1)))
 
 
-def initialise(module: nn.Module) -> None:
-    """Initialise convolutions by He et al., "Delving Deep into Rectifiers" (ICCV 2015), over the fan-out."""
+def initialize(module: nn.Module) -> None:
+    """Initialize convolutions by He et al., "Delving Deep into Rectifiers" (ICCV 2015), over the fan-out."""
     for part in module.modules():
         if isinstance(part, nn.Conv2d):
             nn.init.kaiming_normal_(part.weight, mode="fan_out", nonlinearity="relu")

@@ -31,15 +31,15 @@ def train() -> nn.Module:
     assert data.labels is not None
     image, label = torch.from_numpy(data.batch(0, len(data))["image"]), torch.from_numpy(data.labels)
     module = Digits()
-    optimiser = torch.optim.AdamW(module.parameters(), weight_decay=0.05)
+    optimizer = torch.optim.AdamW(module.parameters(), weight_decay=0.05)
     steps = EPOCHS * (len(image) // BATCH)
-    schedule = torch.optim.lr_scheduler.OneCycleLR(optimiser, max_lr=4e-3, total_steps=steps, pct_start=0.2)
+    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=4e-3, total_steps=steps, pct_start=0.2)
     for _ in range(EPOCHS):
         for rows in torch.split(torch.randperm(len(image)), BATCH):
             loss = F.cross_entropy(module(jitter(image[rows])), label[rows], label_smoothing=0.1)
-            optimiser.zero_grad()
+            optimizer.zero_grad()
             loss.backward()  # type: ignore[no-untyped-call]
-            optimiser.step()
+            optimizer.step()
             schedule.step()
     return module.eval()
 

@@ -1,7 +1,7 @@
 """U-Net for binary segmentation: an encoder, a decoder, and skips between them.
 
 Ronneberger et al., "U-Net: Convolutional Networks for Biomedical Image Segmentation", MICCAI 2015; half its channels,
-padded convolutions and batch normalisation, so that the mask is as large as the image.
+padded convolutions and batch normalization, so that the mask is as large as the image.
 """
 
 from itertools import pairwise
@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from enginesmith.models.checkpoint import load_weights
 from enginesmith.models.inputs import images
-from enginesmith.models.resnet import initialise
+from enginesmith.models.resnet import initialize
 
 WIDTHS = (32, 64, 128, 256, 512)
 
@@ -29,7 +29,7 @@ class UNet(nn.Module):
         self.up = nn.ModuleList(nn.ConvTranspose2d(coarse, fine, 2, stride=2) for coarse, fine in coarse_first)
         self.merge = nn.ModuleList(_double(coarse, fine) for coarse, fine in coarse_first)
         self.head = nn.Conv2d(WIDTHS[0], num_classes, 1)
-        initialise(self)
+        initialize(self)
 
     def forward(self, image: Tensor) -> Tensor:
         levels = [self.stem(image)]

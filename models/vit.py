@@ -35,7 +35,7 @@ class Attention(nn.Module):
 
 
 class EncoderLayer(nn.Module):
-    """Attention and a two-layer perceptron, each normalised before and added to its input."""
+    """Attention and a two-layer perceptron, each normalized before and added to its input."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -52,7 +52,7 @@ class EncoderLayer(nn.Module):
 
 
 class Encoder(nn.Module):
-    """Learned positions, the layers in order, and a last normalisation."""
+    """Learned positions, the layers in order, and a last normalization."""
 
     def __init__(self, length: int) -> None:
         super().__init__()

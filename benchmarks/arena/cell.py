@@ -15,7 +15,7 @@ import rounds
 from models import Model, import_paths
 from recipes.job import JUDGEMENT, Job
 from rounds import Prepared, Server, Timing
-from summary import Entrant, Row, list_hopeless, summarise
+from summary import Entrant, Row, list_hopeless, summarize
 
 from enginesmith.pipeline.measure.quality import Quality, evaluate
 from enginesmith.pipeline.system import cpu
@@ -69,7 +69,7 @@ class Cell:
                 entrants |= {name: replace(entrants[name], quality=judged[name]) for name in running}
             hopeless = list_hopeless({name: entrants[name] for name in running}, self.model.max_drop)
             starting = [name for name in running if name not in hopeless]
-        return {**self.key, "max_drop": self.model.max_drop, **summarise(entrants, self.model.max_drop)}
+        return {**self.key, "max_drop": self.model.max_drop, **summarize(entrants, self.model.max_drop)}
 
     @property
     def _cores(self) -> int:

@@ -29,7 +29,7 @@ class Entrant:
     quality: Quality | None
 
 
-def summarise(entrants: Mapping[str, Entrant], max_drop: float) -> Row:
+def summarize(entrants: Mapping[str, Entrant], max_drop: float) -> Row:
     """Make the cell's rows, fastest first, and name the winner: the fastest whose drop is allowed.
 
     Their order is that of ratios paired by round with one of them: medians alone contain the machine's drift.

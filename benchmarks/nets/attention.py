@@ -2,7 +2,7 @@
 shifted windows.
 
 Dosovitskiy et al., "An Image is Worth 16x16 Words" (ICLR 2021); Liu et al., "Swin Transformer" (ICCV 2021). In a
-shifted window, positions that are no neighbours are masked with minus infinity.
+shifted window, positions that are no neighbors are masked with minus infinity.
 """
 
 import torch
@@ -106,7 +106,7 @@ class WindowLayer(nn.Module):
 
 
 class WindowTransformer(nn.Module):
-    """Two stages of windowed layers; between them, four neighbours become one position of twice the width."""
+    """Two stages of windowed layers; between them, four neighbors become one position of twice the width."""
 
     def __init__(self) -> None:
         super().__init__()

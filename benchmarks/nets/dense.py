@@ -14,7 +14,7 @@ from networks import CLASSES, PAGE_PIXELS, PAGE_SIZE, SIZE, VALUES, Example, Sma
 from torch import Tensor, nn
 
 from enginesmith.models.inputs import images
-from enginesmith.models.resnet import initialise
+from enginesmith.models.resnet import initialize
 
 _STRIDE = 8
 _CELLS = PAGE_SIZE // _STRIDE
@@ -22,7 +22,7 @@ _UPSCALER_WIDTH, _UPSCALER_BLOCKS = 32, 6
 
 
 class Detector(nn.Module):
-    """Answer [batch, 4 + classes, cells]: centre, width and height in pixels of the page, and probabilities."""
+    """Answer [batch, 4 + classes, cells]: center, width and height in pixels of the page, and probabilities."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -34,15 +34,15 @@ class Detector(nn.Module):
         self.boxes = nn.Sequential(_activated(64, 64), nn.Conv2d(64, 4, 1))
         self.classes = nn.Sequential(_activated(64, 64), nn.Conv2d(64, CLASSES, 1))
         axis = torch.arange(_CELLS) + 0.5
-        self.register_buffer("centres", torch.stack(torch.meshgrid(axis, axis, indexing="xy")).flatten(1))
-        initialise(self)
+        self.register_buffer("centers", torch.stack(torch.meshgrid(axis, axis, indexing="xy")).flatten(1))
+        initialize(self)
         nn.init.constant_(self.classes[1].bias, -4.0)
 
     def encode(self, image: Tensor) -> tuple[Tensor, Tensor]:
         """Return boxes in cells, [batch, 4, cells], and logits [batch, classes, cells]."""
         x = self.backbone(image)
         moved, scaled = self.boxes(x).flatten(2).chunk(2, dim=1)
-        return torch.cat([moved + self.centres, scaled.exp()], 1), self.classes(x).flatten(2)
+        return torch.cat([moved + self.centers, scaled.exp()], 1), self.classes(x).flatten(2)
 
     def forward(self, image: Tensor) -> Tensor:
         boxes, logits = self.encode(image)

@@ -30,8 +30,8 @@ class _PowerNorm(nn.Module):
         self.weight, self.bias, self.eps = norm.weight, norm.bias, norm.eps
 
     def forward(self, x: Tensor) -> Tensor:
-        centred = x - x.mean(-1, keepdim=True)
-        y: Tensor = centred * torch.rsqrt(centred.pow(2).mean(-1, keepdim=True) + self.eps) * self.weight + self.bias
+        centered = x - x.mean(-1, keepdim=True)
+        y: Tensor = centered * torch.rsqrt(centered.pow(2).mean(-1, keepdim=True) + self.eps) * self.weight + self.bias
         return y
 
 

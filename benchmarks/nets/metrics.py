@@ -64,7 +64,7 @@ def closeness(outputs: dict[str, Array], labels: Array) -> Array:
 def mean_precision(outputs: dict[str, Array], labels: Array) -> float:
     """Mean average precision of boxes at overlaps of 0.5 to 0.95 (COCO's), after suppression of double boxes.
 
-    Outputs [pages, 4 + classes, cells], boxes by centre and extent; labels [pages, digits, 5]: class or -1, corners.
+    Outputs [pages, 4 + classes, cells], boxes by center and extent; labels [pages, digits, 5]: class or -1, corners.
     """
     found = _first(outputs).astype(np.float64)
     half = found[:, 2:4] / 2

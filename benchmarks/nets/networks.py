@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from enginesmith.models.inputs import features, images, tokens
 from enginesmith.models.mobilenet import InvertedResidual
-from enginesmith.models.resnet import BasicBlock, initialise, stage
+from enginesmith.models.resnet import BasicBlock, initialize, stage
 
 CLASSES = 10
 SIZE, SEGMENTED_SIZE = 32, 64
@@ -44,7 +44,7 @@ class SmallResNet(nn.Module):
         self.layer2 = stage(BasicBlock, 16, 32, depth, stride=2)
         self.layer3 = stage(BasicBlock, 32, 64, depth, stride=2)
         self.fc = nn.Linear(64, CLASSES)
-        initialise(self)
+        initialize(self)
 
     def forward(self, image: Tensor) -> Tensor:
         x = torch.relu(self.bn1(self.conv1(image)))
@@ -67,7 +67,7 @@ class SmallMobileNet(nn.Module):
         layers.append(_activated(channels, _MOBILE_HEAD, 1))
         self.features = nn.Sequential(*layers)
         self.fc = nn.Linear(_MOBILE_HEAD, CLASSES)
-        initialise(self)
+        initialize(self)
 
     def forward(self, image: Tensor) -> Tensor:
         logits: Tensor = self.fc(self.features(image).mean((2, 3)))
@@ -86,7 +86,7 @@ class SmallUNet(nn.Module):
         self.up = nn.ModuleList(nn.ConvTranspose2d(a, b, 2, stride=2) for a, b in upwards)
         self.merge = nn.ModuleList(_double(a, b) for a, b in upwards)
         self.head = nn.Conv2d(widths[0], 1, 1)
-        initialise(self)
+        initialize(self)
 
     def forward(self, image: Tensor) -> Tensor:
         levels = [self.stem(image)]

@@ -27,7 +27,7 @@ _SHOWN, _EDGE = 0.7, 0.3
 
 @dataclass(frozen=True)
 class Pictures:
-    """``image`` [count, 3, size, size], normalised; ``ink`` [count, 1, size, size] from 0 to 1; ``label`` [count]."""
+    """``image`` [count, 3, size, size], normalized; ``ink`` [count, 1, size, size] from 0 to 1; ``label`` [count]."""
 
     image: Tensor
     ink: Tensor
@@ -47,13 +47,13 @@ def pictures(split: Split, count: int, size: int, seed: int, rows: slice = slice
     images, labels = data.arrays["image"][rows], data.labels[rows]
     order = np.concatenate([generator.permutation(len(images)) for _ in range(math.ceil(count / len(images)))])[:count]
     ink = _placed(torch.from_numpy(images[order]), size, generator)
-    image = _coloured(ink, crops(count, size, generator), generator)
+    image = _colored(ink, crops(count, size, generator), generator)
     return Pictures(image, ink, torch.from_numpy(labels[order]))
 
 
 @dataclass(frozen=True)
 class Pages:
-    """``image`` [count, 3, edge, edge], normalised; ``digits`` [count, 4, 5]: class or -1, and the box's two corners
+    """``image`` [count, 3, edge, edge], normalized; ``digits`` [count, 4, 5]: class or -1, and the box's two corners
     in parts of the page's edge.
     """
 
@@ -65,7 +65,7 @@ def pages(image: Tensor, ink: Tensor, label: Tensor, generator: np.random.Genera
     """Put four pictures side by side on each page; in some there is no digit, and the ground alone."""
     count, size = len(image) // 4 * 4, image.shape[-1]
     shown = torch.from_numpy(generator.random(count) < _SHOWN)
-    image = torch.where(shown.view(-1, 1, 1, 1), image[:count], normalise(crops(count, size, generator)))
+    image = torch.where(shown.view(-1, 1, 1, 1), image[:count], normalize(crops(count, size, generator)))
     seen = ink[:count, 0] > _EDGE
     rows, columns = (_extent(seen.any(axis)) for axis in (2, 1))
     boxes = torch.stack([columns[0], rows[0], columns[1], rows[1]], 1)
@@ -81,7 +81,7 @@ def _extent(seen: Tensor) -> tuple[Tensor, Tensor]:
     return seen.int().argmax(1), seen.shape[1] - seen.int().flip(1).argmax(1)
 
 
-def normalise(image: Tensor) -> Tensor:
+def normalize(image: Tensor) -> Tensor:
     """From pixels between 0 and 1 to what networks get."""
     mean, std = (torch.tensor(each).view(1, 3, 1, 1) for each in (_MEAN, _STD))
     return (image - mean) / std
@@ -106,15 +106,15 @@ def _placed(digit: Tensor, size: int, generator: np.random.Generator) -> Tensor:
     return F.grid_sample(smooth, grid, align_corners=False)
 
 
-def _coloured(ink: Tensor, ground: Tensor, generator: np.random.Generator) -> Tensor:
-    """Ink of a colour unlike the ground's, more or less opaque, over the ground; noise on everything."""
+def _colored(ink: Tensor, ground: Tensor, generator: np.random.Generator) -> Tensor:
+    """Ink of a color unlike the ground's, more or less opaque, over the ground; noise on everything."""
     count = len(ink)
-    colours = _uniform(generator, 0, 1, 2, count, 3, 1, 1)
-    apart = (colours - ground.mean((2, 3), keepdim=True)).abs().sum(2, keepdim=True)
-    colour = torch.where(apart[0] > apart[1], colours[0], colours[1])
+    colors = _uniform(generator, 0, 1, 2, count, 3, 1, 1)
+    apart = (colors - ground.mean((2, 3), keepdim=True)).abs().sum(2, keepdim=True)
+    color = torch.where(apart[0] > apart[1], colors[0], colors[1])
     opacity = _uniform(generator, *_OPACITY, count, 1, 1, 1)
     noise = torch.from_numpy(generator.standard_normal(ground.shape, np.float32)) * _NOISE
-    return normalise((ground + (colour - ground) * ink * opacity + noise).clamp(0, 1))
+    return normalize((ground + (color - ground) * ink * opacity + noise).clamp(0, 1))
 
 
 def crops(count: int, size: int, generator: np.random.Generator) -> Tensor:

@@ -11,7 +11,7 @@ from squeezed import Squeeze
 from torch import Tensor, nn
 
 from enginesmith.models.inputs import images
-from enginesmith.models.resnet import initialise
+from enginesmith.models.resnet import initialize
 
 _STAGES = ((48, 3), (96, 4), (192, 3))
 """Channels, and units; the first one of each has stride 2."""
@@ -64,7 +64,7 @@ class ShuffleNet(nn.Module):
         self.units = nn.Sequential(*units)
         self.head = nn.Sequential(*_normalized(nn.Conv2d(channels, _HEAD, 1, bias=False)), nn.ReLU())
         self.fc = nn.Linear(_HEAD, CLASSES)
-        initialise(self)
+        initialize(self)
 
     def forward(self, image: Tensor) -> Tensor:
         logits: Tensor = self.fc(self.head(self.units(self.stem(image))).mean((2, 3)))

@@ -11,7 +11,7 @@ from networks import CLASSES, SIZE, Example, load_trained
 from torch import Tensor, nn
 
 from enginesmith.models.inputs import images
-from enginesmith.models.resnet import initialise
+from enginesmith.models.resnet import initialize
 
 _STAGES = ((1, 16, 1, 1, 3), (4, 24, 2, 2, 3), (4, 40, 2, 2, 5), (4, 64, 3, 1, 3), (6, 96, 2, 2, 5))
 """Expansion, output channels, repeats, stride of the first, edge of the depthwise kernel."""
@@ -72,7 +72,7 @@ class SqueezedNet(nn.Module):
                 channels = width
         self.features = nn.Sequential(*layers, _convolution(channels, _HEAD, 1, activation))
         self.fc = nn.Linear(_HEAD, CLASSES)
-        initialise(self)
+        initialize(self)
 
     def forward(self, image: Tensor) -> Tensor:
         logits: Tensor = self.fc(self.features(image).mean((2, 3)))

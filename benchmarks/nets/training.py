@@ -30,7 +30,7 @@ class Phase:
 
 
 Loss = Callable[[nn.Module, Tensor, Tensor, Tensor], Tensor]
-"""(network, images, ink, labels) → what to minimise."""
+"""(network, images, ink, labels) → what to minimize."""
 
 
 def classes(network: nn.Module, image: Tensor, ink: Tensor, label: Tensor) -> Tensor:
@@ -51,15 +51,15 @@ def rows(network: nn.Module, image: Tensor, ink: Tensor, label: Tensor) -> Tenso
 def boxes(network: nn.Module, image: Tensor, ink: Tensor, label: Tensor) -> Tensor:
     """Binary cross-entropy of every cell and class, less of what is easy (focal loss), and the distance of boxes.
 
-    The cell at the centre of a digit is asked for it.
+    The cell at the center of a digit is asked for it.
     """
     data = pages(image, ink, label, np.random.default_rng(int(label.sum()) + int(ink.sum())))
     found, logits = network.encode(data.image)  # type: ignore[operator]
     edge = math.isqrt(found.shape[-1])
     digits = data.digits.clone()
     digits[..., 1:] *= edge
-    centre, extent = (digits[..., 1:3] + digits[..., 3:]) / 2, digits[..., 3:] - digits[..., 1:3]
-    column, row = centre.long().unbind(-1)
+    center, extent = (digits[..., 1:3] + digits[..., 3:]) / 2, digits[..., 3:] - digits[..., 1:3]
+    column, row = center.long().unbind(-1)
     page, which = torch.nonzero(digits[..., 0] >= 0, as_tuple=True)
     cell = (row * edge + column)[page, which]
     wanted = torch.zeros_like(logits)
@@ -67,7 +67,7 @@ def boxes(network: nn.Module, image: Tensor, ink: Tensor, label: Tensor) -> Tens
     error = F.binary_cross_entropy_with_logits(logits, wanted, reduction="none")
     hard = (wanted - logits.detach().sigmoid()).abs() ** 2
     box = found[page, :, cell]
-    distance = (box[:, :2] - centre[page, which]).abs() + (box[:, 2:].log() - extent[page, which].log()).abs()
+    distance = (box[:, :2] - center[page, which]).abs() + (box[:, 2:].log() - extent[page, which].log()).abs()
     loss: Tensor = (error * hard).sum() / len(page) + distance.sum(1).mean()
     return loss
 
@@ -93,9 +93,9 @@ def train(network: nn.Module, loss: Loss, phases: tuple[Phase, ...]) -> nn.Modul
     """Train on pictures of the digits' ``train`` split, none seen twice; small pictures first, which is quicker."""
     network.train()
     for number, phase in enumerate(phases):
-        optimiser = torch.optim.AdamW(network.parameters(), weight_decay=_DECAY)
+        optimizer = torch.optim.AdamW(network.parameters(), weight_decay=_DECAY)
         steps = phase.pictures // BATCH
-        schedule = torch.optim.lr_scheduler.OneCycleLR(optimiser, phase.rate, total_steps=steps, pct_start=0.25)
+        schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, phase.rate, total_steps=steps, pct_start=0.25)
         done = 0
         for chunk in range(0, phase.pictures, _CHUNK):
             data = pictures("train", _CHUNK, phase.size, SEED + 1000 * (number + 1) + chunk // _CHUNK)
@@ -104,9 +104,9 @@ def train(network: nn.Module, loss: Loss, phases: tuple[Phase, ...]) -> nn.Modul
                 if done == steps:
                     break
                 value = loss(network, image, ink, label)
-                optimiser.zero_grad()
+                optimizer.zero_grad()
                 value.backward()  # type: ignore[no-untyped-call]
-                optimiser.step()
+                optimizer.step()
                 schedule.step()
                 done += 1
     return network.eval()
@@ -114,11 +114,11 @@ def train(network: nn.Module, loss: Loss, phases: tuple[Phase, ...]) -> nn.Modul
 
 def linear_head(vectors: Tensor, labels: Tensor, head: nn.Linear) -> None:
     """Fit a linear head on what the encoder says of the training texts."""
-    optimiser = torch.optim.AdamW(head.parameters(), lr=0.1, weight_decay=0.01)
-    schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimiser, 200)
+    optimizer = torch.optim.AdamW(head.parameters(), lr=0.1, weight_decay=0.01)
+    schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 200)
     for _ in range(200):
         loss = F.cross_entropy(head(vectors), labels)
-        optimiser.zero_grad()
+        optimizer.zero_grad()
         loss.backward()  # type: ignore[no-untyped-call]
-        optimiser.step()
+        optimizer.step()
         schedule.step()

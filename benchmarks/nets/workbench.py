@@ -54,7 +54,7 @@ class Task:
     """Part → its arrays by name, labels among them."""
     metric: str = "top1"
     dynamic: bool = False
-    """Whether weights alone are commonly quantised ahead of time in such a network."""
+    """Whether weights alone are commonly quantized ahead of time in such a network."""
 
 
 @dataclass(frozen=True)

@@ -168,7 +168,7 @@ def under(heading: str, *options: Callable[[Decorated], Decorated], advanced: bo
     return decorate
 
 
-_OLD_NAMES = {"--equalize": "--equalise"}
+_OLD_NAMES = {"--equalize": "--equalize"}
 """Other spellings that are taken and not shown."""
 _REMOVED = {
     "--time-limit": "for all commands; of `optimize`, it also has the variants race",
@@ -229,7 +229,7 @@ what_to_load = recipe_options(
 )
 how_to_export = recipe_options("export")
 how_to_calibrate = recipe_options(
-    "calibration", "samples", "quantisation", "metric", "budgets.max_drop", "synthetic_calibration", "eval_samples"
+    "calibration", "samples", "quantization", "metric", "budgets.max_drop", "synthetic_calibration", "eval_samples"
 )
 how_to_prune = recipe_options("pruning", "recover", "recovery")
 with_budgets = recipe_options("budgets", "min_sqnr_db")

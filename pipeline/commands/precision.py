@@ -29,9 +29,9 @@ def precision(model: str, output: Path, as_json: bool, quiet: bool, **options: A
     """
     from enginesmith.pipeline.workflows import stages
 
-    by_nncf = "nncf" in (options["quantisation__quantizers"] or ())  # which places pairs for CPUs
-    if not options["engines"] and not options["quantisation__placement"] and not by_nncf:
-        options["quantisation__placement"] = engines.PORTABLE_PLACEMENT
+    by_nncf = "nncf" in (options["quantization__quantizers"] or ())  # which places pairs for CPUs
+    if not options["engines"] and not options["quantization__placement"] and not by_nncf:
+        options["quantization__placement"] = engines.PORTABLE_PLACEMENT
     with context.open_settings(options, quiet) as settings:
         result = stages.precision(context.recipe_of(model, None, options), output, settings)
     context.terminal().show_stage(result, as_json)

@@ -176,7 +176,7 @@ class Configuration:
     """The workspace limit as it was asked for; empty where there is none."""
     target: str | None = None
     mode: str = ""
-    """The engine's own word for how it runs or optimises; empty for what is usual."""
+    """The engine's own word for how it runs or optimizes; empty for what is usual."""
 
 
 @dataclass(frozen=True)

@@ -47,7 +47,7 @@ class Origin(BaseModel, frozen=True):
     multiplies: bool = False
     """True if a product (a convolution, a matrix product, attention) is known to be part of it."""
     converts: bool = False
-    """True if it only changes types or layouts: quantises, dequantises, casts or reorders for the engine's own sake."""
+    """True if it only changes types or layouts: quantizes, dequantizes, casts or reorders for the engine's own sake."""
 
 
 class OperatorTime(BaseModel, frozen=True):

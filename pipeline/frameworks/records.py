@@ -4,7 +4,7 @@ from collections.abc import Mapping
 
 from pydantic import BaseModel
 
-QUANTISED = ("int4", "fp4", "int8", "fp8")
+QUANTIZED = ("int4", "fp4", "int8", "fp8")
 HALF = ("fp16", "bf16")
 _SHOWN = 4
 
@@ -30,11 +30,11 @@ class Coverage(BaseModel, frozen=True):
     qdq_pairs: int = 0
     """QuantizeLinear with a DequantizeLinear behind it."""
     unfused: int = 0
-    """Products computed in floating point on what was quantised just before: of a graph as it is executed."""
+    """Products computed in floating point on what was quantized just before: of a graph as it is executed."""
     islands: int = 0
     """Connected runs of low-precision operators: between any two of them values change their type."""
     conversions: int = 0
-    """Operators that quantise or dequantise activations."""
+    """Operators that quantize or dequantize activations."""
     casts: int = 0
     """Casts between floating-point types."""
     reorders: int = 0

@@ -419,8 +419,8 @@ def parse_metric(text: str) -> tuple[str, str | None]:
 def name_output(text: str, keys: Sequence[str], outputs: Iterable[str]) -> str:
     """Name the output whose labels are asked for by its own name, where a metric of enginesmith's names none itself."""
     own, output = find_own(parse_metric(text)[0]), parse_metric(text)[1]
-    is_labelled = own is not None and output is None and len(keys) == 1 and keys[0] in outputs
-    return f"{text}:{keys[0]}" if is_labelled else text
+    is_labeled = own is not None and output is None and len(keys) == 1 and keys[0] in outputs
+    return f"{text}:{keys[0]}" if is_labeled else text
 
 
 def sign_of(text: str) -> float:

@@ -97,10 +97,10 @@ def divide(above: Interval, below: Interval) -> Interval:
     there, on the log scale (Zou & Donner, "Construction of confidence limits about effect measures: a general
     approach", Statistics in Medicine 27, 2008). Noise that both have in common makes the true interval narrower.
     """
-    centre = math.log(above.median / below.median)
+    center = math.log(above.median / below.median)
     down = math.hypot(math.log(above.median / above.low), math.log(below.high / below.median))
     up = math.hypot(math.log(above.high / above.median), math.log(below.median / below.low))
-    return Interval(median=math.exp(centre), low=math.exp(centre - down), high=math.exp(centre + up))
+    return Interval(median=math.exp(center), low=math.exp(center - down), high=math.exp(center + up))
 
 
 def percentile(samples: Samples, rank: float) -> tuple[float | None, str]:
@@ -216,9 +216,9 @@ def _interval(launches: Sequence[Samples], seed: int) -> Interval:
     if len(launches) < LEAST_LAUNCHES:
         low, high = _bootstrap_median(values, seed)
         return Interval(median=median, low=low, high=high)
-    centres = np.log([np.median(launch) for launch in launches])
-    half = student(len(launches) - 1) * centres.std(ddof=1) / len(launches) ** 0.5
-    low, high = np.exp(centres.mean() - half), np.exp(centres.mean() + half)
+    centers = np.log([np.median(launch) for launch in launches])
+    half = student(len(launches) - 1) * centers.std(ddof=1) / len(launches) ** 0.5
+    low, high = np.exp(centers.mean() - half), np.exp(centers.mean() + half)
     return Interval(median=median, low=min(float(low), median), high=max(float(high), median))
 
 

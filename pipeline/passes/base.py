@@ -102,7 +102,7 @@ class PrecisionPass(Pass):
     @property
     @abstractmethod
     def remainder(self) -> str:
-        """Type of operators that are not quantised."""
+        """Type of operators that are not quantized."""
 
     @abstractmethod
     def explain_operator(self, operator: str) -> str:

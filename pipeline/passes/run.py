@@ -50,7 +50,7 @@ def check_graph(name: str, artifact: Artifact, out: Path, effect: Effect) -> Eff
 def _check_sparsity(name: str, before: Artifact, path: Path) -> str:
     """Describe what became of the weights of a graph that is marked as 2:4; return nothing for others.
 
-    This is a promise of every pass alike: casts, scaling and symmetric quantisation keep zeros where they are, and a
+    This is a promise of every pass alike: casts, scaling and symmetric quantization keep zeros where they are, and a
     pass that moves them would cost the speed that they are for without a word.
     """
     if sparsify.of(model_file.skeleton(before.path)) != sparsify.TWO_OF_FOUR:

@@ -29,7 +29,7 @@ class VariantName:
     target: str = ""
     """The compute capability or platform that it is built for."""
     mode: str = ""
-    """The engine's own word for how it runs or optimises: ``basic``."""
+    """The engine's own word for how it runs or optimizes: ``basic``."""
     graphs: bool = False
     """True where it replays CUDA graphs."""
     changes: tuple[str, ...] = ()

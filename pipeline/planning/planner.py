@@ -245,7 +245,7 @@ def baseline_variant(resolved: ResolvedRecipe) -> Variant:
 
 
 def graph_steps(resolved: ResolvedRecipe) -> tuple[StepRef, tuple[StepRef, ...], list[Step]]:
-    """Plan the way from the loaded model to the graph of engines; each stage is verified as it is, unoptimised."""
+    """Plan the way from the loaded model to the graph of engines; each stage is verified as it is, unoptimized."""
     recipe = resolved.recipe
     runtime = baseline("onnx")
     steps, checks, parent = [], [], LOAD

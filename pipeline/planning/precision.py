@@ -1,6 +1,6 @@
 """The part of a plan that leads from the float graph to one in another precision.
 
-graph ─ [opset] ─┬──────────── [calibrate ─ equalise] ─ [calibrate ─ smooth] ──┬─ precision-P ── verify
+graph ─ [opset] ─┬──────────── [calibrate ─ equalize] ─ [calibrate ─ smooth] ──┬─ precision-P ── verify
                  └─ calibrate ─ sensitivity ─ search-1 ─ … ─ search-N ─ assign ─┘
 
 For a variant that is trained: … search-N ─ assign-everything ─ quantize ─ precision-P-qat ── verify
@@ -69,7 +69,7 @@ def lower_precision(resolved: ResolvedRecipe, variant: Variant, graph: StepRef, 
     trained = variant.name.quantizer == "qat"
     if variant.name.quantizer and not trained:
         return _lower_by_nncf(resolved, variant, graph)
-    choice = recipe.quantisation.placement
+    choice = recipe.quantization.placement
     placement = (variant.engine if choice == "auto" else engine_class(choice)).placement
     request = PrecisionRequest(name, placement, variant.engine.weight_bits(variant.device))
     given = _prepare_graph(resolved, request, graph)
@@ -131,15 +131,15 @@ def train_task(recipe: Recipe, kind: type[R], turns: int = 1, **fields: object) 
 
 
 def _lower_by_nncf(resolved: ResolvedRecipe, variant: Variant, graph: StepRef) -> Lowered:
-    """Plan NNCF's quantisation of the float graph, with the calibration data that enginesmith's own would have."""
+    """Plan NNCF's quantization of the float graph, with the calibration data that enginesmith's own would have."""
     recipe, (graph, checks, steps) = resolved.recipe, _convert_opset(resolved, PrecisionRequest("int8"), graph)
-    bits = recipe.quantisation.weight_bits or variant.engine.weight_bits(variant.device)
+    bits = recipe.quantization.weight_bits or variant.engine.weight_bits(variant.device)
     preset: Preset = "performance" if variant.engine.prefers_signed(variant.device) else "mixed"
     task = QuantizeWithNncf(
         feeder=feeder(recipe),
         weight_bits=bits,
         preset=preset,
-        keep=recipe.quantisation.keep,
+        keep=recipe.quantization.keep,
         external_data_bytes=recipe.export.external_data_bytes,
     )
     name = StepRef("precision", variant.precision, variant.name.quantizer, preset, f"w{bits}")
@@ -168,7 +168,7 @@ def _convert_opset(
 
 
 def _prepare_graph(resolved: ResolvedRecipe, request: PrecisionRequest, graph: StepRef) -> Lowered:
-    """Plan the passes that make a float graph easier to quantise, each followed by ranges of its own."""
+    """Plan the passes that make a float graph easier to quantize, each followed by ranges of its own."""
     recipe, (converted, checks, conversion_steps) = resolved.recipe, _convert_opset(resolved, request, graph)
     ranges = _calibrate(recipe, converted, StepRef("calibrate", *([converted] if converted != graph else [])))
     prepared = Lowered(converted, checks, (*conversion_steps, ranges), ranges.id)
@@ -188,7 +188,7 @@ def _calibrate(recipe: Recipe, graph: StepRef, name: StepRef) -> Step:
 
 
 def _calibrate_task(recipe: Recipe) -> Calibrate:
-    return Calibrate(feeder=feeder(recipe), percentile=recipe.quantisation.percentile)
+    return Calibrate(feeder=feeder(recipe), percentile=recipe.quantization.percentile)
 
 
 def _search(
@@ -203,7 +203,7 @@ def _search(
     quality: Step | None,
 ) -> Iterator[Step]:
     """Plan the ranking by sensitivity, the search, and the assignment that comes of it."""
-    options, engine, device = recipe.quantisation, variant.engine, variant.device
+    options, engine, device = recipe.quantization, variant.engine, variant.device
     needs: dict[str, StepRef] = {"model": given.graph, "ranges": given.calibration, REFERENCE: REFERENCE}
     few = feeder(recipe).model_copy(update={"samples": min(recipe.samples, _RANKING_SAMPLES)})
     least = _LEAST_SHARE if recipe.variants == "found" else 0.0
@@ -261,15 +261,15 @@ def _rescale(recipe: Recipe, request: PrecisionRequest, ranking: Sensitivity) ->
 
     There are none where the recipe itself says how to rescale, or the data are made up.
     """
-    given = recipe.quantisation
-    by_hand = given.equalise or given.smooth is not None
+    given = recipe.quantization
+    by_hand = given.equalize or given.smooth is not None
     if by_hand or recipe.calibration_data is None or not KINDS[request.precision].calibrated:
         return
     for form, kind, options in (
-        (RESCALED, "rescale", {"equalise": True, "smooth": "auto"}),
+        (RESCALED, "rescale", {"equalize": True, "smooth": "auto"}),
         (MULTIPLIED, "multiply", {"smooth": "auto", "smooth_insert": True}),
     ):
-        new_recipe = recipe.model_copy(update={"quantisation": given.model_copy(update=options)})
+        new_recipe = recipe.model_copy(update={"quantization": given.model_copy(update=options)})
         if steps := tuple(passes_for("rescale", new_recipe, request=request)):
             task = Rescale(
                 steps=steps,

@@ -265,7 +265,7 @@ def searching_seconds(recipe: Recipe) -> float:
     then, what measuring may take is kept.
     """
     seconds = (recipe.time_seconds or 0.0) - keep_seconds(recipe)
-    trains = recipe.variants == "found" and "qat" in recipe.quantisation.quantizers
+    trains = recipe.variants == "found" and "qat" in recipe.quantization.quantizers
     training = min(recipe.recovery.seconds, _MOST_TRAINING * seconds) if trains else 0.0
     rest = seconds - training
     options = min(_TUNING * rest, _MOST * _TUNE_SECONDS)

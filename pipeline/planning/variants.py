@@ -102,7 +102,7 @@ def _list_quantizers(recipe: Recipe, engine: type[Engine]) -> tuple[Quantizer, .
     """List the makers of int8 graphs for an engine; of those that train, a search takes one: it costs the most."""
     is_search = recipe.variants == "found"
     able = engine.candidate_quantizers(recipe.where) if is_search else engine.quantizers
-    makers = tuple(maker for maker in recipe.quantisation.quantizers if maker in able) or ("own",)
+    makers = tuple(maker for maker in recipe.quantization.quantizers if maker in able) or ("own",)
     last = [name for name in recipe.engines if engine_class(name).consumes == "onnx"][-1]
     return tuple(maker for maker in makers if maker != "qat" or not is_search or engine.name == last)
 

@@ -39,10 +39,10 @@ def fill_variants(values: Mapping[str, Any], recipe: Recipe) -> dict[str, Any]:
     names = [name for engine in engines for name in engine_class(engine).candidate_precisions(device)]
     precisions = [name for name in dict.fromkeys((LOSSLESS, *names)) if lossy or name == LOSSLESS]
     chosen: dict[str, Any] = {"engines": engines, "precisions": precisions, "variants": "found"}
-    quantisation = values.get("quantisation") or {}
+    quantization = values.get("quantization") or {}
     takes_nncf = device.kind == "cpu" and any("nncf" in engine_class(name).quantizers for name in engines)
-    if "int8" in precisions and takes_nncf and "quantizers" not in quantisation and software.version("nncf"):
-        chosen["quantisation"] = {**quantisation, "quantizers": ["own", "nncf"]}
+    if "int8" in precisions and takes_nncf and "quantizers" not in quantization and software.version("nncf"):
+        chosen["quantization"] = {**quantization, "quantizers": ["own", "nncf"]}
     if lossy and recipe.budgets.max_drop:
         chosen |= _fill_pruning(values, recipe)
     return _fill_training({**values, **chosen}, recipe)
@@ -50,14 +50,14 @@ def fill_variants(values: Mapping[str, Any], recipe: Recipe) -> dict[str, Any]:
 
 def _fill_training(values: Mapping[str, Any], recipe: Recipe) -> dict[str, Any]:
     """Fill in int8 graphs that are trained, where training is asked for: in a search also by giving time for it."""
-    quantisation, is_search = values.get("quantisation") or {}, values.get("variants") == "found"
-    makers = [*(quantisation.get("quantizers") or ["own"])]
+    quantization, is_search = values.get("quantization") or {}, values.get("variants") == "found"
+    makers = [*(quantization.get("quantizers") or ["own"])]
     timed = is_search and "seconds" in recipe.recovery.model_fields_set
     trains = timed or "qat" in makers or (recipe.recover and (is_search or not recipe.prune))
     if not trains or "int8" not in (values.get("precisions") or ()):
         return dict(values)
     makers += [] if "qat" in makers else ["qat"]
-    return {**values, "recover": values.get("recover") or True, "quantisation": {**quantisation, "quantizers": makers}}
+    return {**values, "recover": values.get("recover") or True, "quantization": {**quantization, "quantizers": makers}}
 
 
 def _fill_pruning(values: Mapping[str, Any], recipe: Recipe) -> dict[str, Any]:

@@ -13,7 +13,7 @@ _DATA: Heading = "Data and accuracy"
 _MEASURING: Heading = "Measuring"
 _EXPORT = Option("Variants")
 _BUDGET = Option("Budgets", everyday=True)
-_QUANTISING = Option(_DATA)
+_QUANTIZING = Option(_DATA)
 
 Objective = Literal["latency", "throughput", "memory", "size"]
 
@@ -97,10 +97,10 @@ class Budgets(Part):
     )
 
 
-class QuantisationOptions(Part):
-    """Options of ranges and quantised graphs; docs/precision.md explains them."""
+class QuantizationOptions(Part):
+    """Options of ranges and quantized graphs; docs/precision.md explains them."""
 
-    ranges: Annotated[Literal["auto", Method], _QUANTISING] = Field(
+    ranges: Annotated[Literal["auto", Method], _QUANTIZING] = Field(
         "auto", description="method that takes ranges from histograms; auto tries mse first, then the others"
     )
     quantizers: Annotated[tuple[Quantizer, ...], Option(_DATA, "--quantizer", metavar="own|nncf|qat")] = Field(
@@ -113,10 +113,10 @@ class QuantisationOptions(Part):
         "auto",
         description="engine whose rules place Q/DQ pairs; auto: the variant's. TensorRT's rules suit all engines",
     )
-    percentile: Annotated[float, _QUANTISING] = Field(
+    percentile: Annotated[float, _QUANTIZING] = Field(
         99.99, gt=50, le=100, description="percentage of the values inside the range, for the method percentile"
     )
-    weight_bits: Annotated[Literal[7, 8] | None, _QUANTISING] = Field(
+    weight_bits: Annotated[Literal[7, 8] | None, _QUANTIZING] = Field(
         None,
         description="bits of int8 weights; by default 8, or 7 for ONNX Runtime on CPUs without VNNI, which saturate",
     )
@@ -129,18 +129,18 @@ class QuantisationOptions(Part):
         None,
         description="SmoothQuant's alpha, 0 to 1: share of the outliers that moves into weights; auto finds the best",
     )
-    smooth_insert: Annotated[bool, _QUANTISING] = Field(
+    smooth_insert: Annotated[bool, _QUANTIZING] = Field(
         False,
         description="apply SmoothQuant also where no operator can absorb its factors, which costs a multiplication",
     )
-    awq: Annotated[bool, _QUANTISING] = Field(False, description="scale weights by their activations before int4 (AWQ)")
-    equalise: Annotated[bool, Option(_DATA, "--equalize")] = Field(
+    awq: Annotated[bool, _QUANTIZING] = Field(False, description="scale weights by their activations before int4 (AWQ)")
+    equalize: Annotated[bool, _QUANTIZING] = Field(
         False, description="equalize the ranges of channels across layers, for depthwise networks"
     )
-    bias_correction: Annotated[bool, _QUANTISING] = Field(
+    bias_correction: Annotated[bool, _QUANTIZING] = Field(
         False, description="correct biases by the mean error that quantized weights cause"
     )
-    search_steps: Annotated[int, _QUANTISING] = Field(
+    search_steps: Annotated[int, _QUANTIZING] = Field(
         16, ge=1, le=64, description="largest number of trials to find the groups that stay in floating point"
     )
 

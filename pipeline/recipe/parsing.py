@@ -20,14 +20,14 @@ from enginesmith.pipeline.passes import requested_pass
 from enginesmith.pipeline.passes.quantize.precisions import KINDS
 from enginesmith.pipeline.recipe.candidates import fill_variants
 from enginesmith.pipeline.recipe.cli_options import option_for, walk_fields
-from enginesmith.pipeline.recipe.options import QuantisationOptions
+from enginesmith.pipeline.recipe.options import QuantizationOptions
 from enginesmith.pipeline.recipe.recipe import LISTS, Recipe
 from enginesmith.pipeline.tensors import ShapeRange
 
 _READERS = {"inputs": "specs", "shapes": "ranges", "device": "named_device", "workspace": "workspace_limits"}
 """Field → the property of a recipe that reads its text."""
-_NOT_FOR_NNCF = ("ranges", "percentile", "placement", "smooth", "smooth_insert", "equalise", "bias_correction")
-"""Options of quantisation that NNCF's graphs do not depend on."""
+_NOT_FOR_NNCF = ("ranges", "percentile", "placement", "smooth", "smooth_insert", "equalize", "bias_correction")
+"""Options of quantization that NNCF's graphs do not depend on."""
 _JUDGED_BY = {
     "memory": ("budgets.max_memory_bytes",),
     "latency": (
@@ -193,9 +193,9 @@ def _check_passes(recipe: Recipe) -> None:
 
 def _check_quantizers(recipe: Recipe) -> None:
     """Refuse makers of int8 graphs where there are none, and NNCF where nothing takes its graphs or reads options."""
-    if "qat" in recipe.quantisation.quantizers and "int8" not in recipe.precisions:
+    if "qat" in recipe.quantization.quantizers and "int8" not in recipe.precisions:
         raise UsageError("--quantizer qat has no effect without --precision int8", "add --precision int8, or omit it")
-    if "nncf" not in recipe.quantisation.quantizers:
+    if "nncf" not in recipe.quantization.quantizers:
         return
     if "int8" not in recipe.precisions:
         raise UsageError("--quantizer nncf has no effect without --precision int8", "add --precision int8, or omit it")
@@ -205,12 +205,12 @@ def _check_quantizers(recipe: Recipe) -> None:
             f"--quantizer nncf has no effect on {', '.join(recipe.engines)}, which does not take its graphs",
             f"add one of --engine {', '.join(able)}, or omit it",
         )
-    options, default = recipe.quantisation, QuantisationOptions()
+    options, default = recipe.quantization, QuantizationOptions()
     unread = [name for name in _NOT_FOR_NNCF if getattr(options, name) != getattr(default, name)]
     own = [name for name in recipe.precisions if KINDS[name].calibrated and name != "int8"]
     if unread and options.quantizers == ("nncf",) and not own:
         raise UsageError(
-            f"{option_for(('quantisation', unread[0]))} has no effect on --quantizer nncf, which chooses ranges, places"
+            f"{option_for(('quantization', unread[0]))} has no effect on --quantizer nncf, which chooses ranges, places"
             " of Q/DQ pairs and smoothing by rules of its own",
             "omit it, or add --quantizer own, which reads it",
         )

@@ -22,7 +22,7 @@ from enginesmith.pipeline.recipe.options import (
     MeasureOptions,
     Objective,
     Part,
-    QuantisationOptions,
+    QuantizationOptions,
 )
 from enginesmith.pipeline.tensors import ShapeRange, TensorSpec, list_unbound, list_words, to_word
 from enginesmith.pipeline.units import UNIQUE, AddedOption, Heading, Option, Seconds, SecondsOrNone
@@ -59,8 +59,10 @@ class ModelOptions(Part):
     )
 
 
+RENAMED_FIELDS = {"quantisation": "quantization", "quantization.equalise": "equalize"}
+"""Fields that recipes of earlier versions spell otherwise, by dotted names, and what they are called now."""
 REMOVED_FIELDS: dict[str, Any] = {
-    "quantisation.convert_io": False,
+    "quantization.convert_io": False,
     "prune_sensitivity": False,
     "sparsifying.permute": False,
 }
@@ -69,6 +71,26 @@ REMOVED_FIELDS: dict[str, Any] = {
 A run records all fields of its recipe. At the default, a run of the earlier version is continued as if the field had
 never been there. Whoever removes a field adds it here.
 """
+
+
+def upgrade_recipe(values: Any) -> None:
+    """Rename and drop fields of a recipe of an earlier version, in place; anything but a mapping stays as it is."""
+    for name, new in RENAMED_FIELDS.items():
+        holder, field = _find_field(values, name)
+        if holder is not None:
+            holder.setdefault(new, holder.pop(field))
+    for name, default in REMOVED_FIELDS.items():
+        holder, field = _find_field(values, name)
+        if holder is not None and holder[field] == default:
+            del holder[field]
+
+
+def _find_field(values: Any, name: str) -> tuple[dict[str, Any] | None, str]:
+    """Find the mapping that has a field of this dotted name, and the field's own name; None if there is none."""
+    *above, field = name.split(".")
+    for key in above:
+        values = values.get(key) if isinstance(values, dict) else None
+    return values if isinstance(values, dict) and field in values else None, field
 
 
 class Recipe(EngineOptions, ModelOptions):
@@ -103,7 +125,7 @@ class Recipe(EngineOptions, ModelOptions):
         description="calibrate on random data if there is no other; speed and memory are then right, accuracy is not",
     )
     data_options: DataOptions = AS_FOUND
-    quantisation: QuantisationOptions = QuantisationOptions()
+    quantization: QuantizationOptions = QuantizationOptions()
     prune: Annotated[tuple[str, ...], UNIQUE, Option("Variants", everyday=True, metavar="TARGET")] = Field(
         (), description="what to prune: 30% of the channels, macs=-50%, params=-50% or latency=-40%"
     )
@@ -219,7 +241,7 @@ class Recipe(EngineOptions, ModelOptions):
     @property
     def trains(self) -> bool:
         """True if graphs are trained that are sparse or in int8; where something is pruned, that alone is."""
-        return self.recover and (not self.prune or "qat" in self.quantisation.quantizers)
+        return self.recover and (not self.prune or "qat" in self.quantization.quantizers)
 
     @property
     def prune_targets(self) -> tuple[PruneTarget, ...]:

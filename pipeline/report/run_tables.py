@@ -417,7 +417,7 @@ def tabulate_search(record: VariantRecord, name: str, caption: str) -> Table:
         {
             "trial": str(trial.step),
             "ranges": trial.method or "–",
-            "quantized": number_cell(trial.quantised),
+            "quantized": number_cell(trial.quantized),
             "kept": str(trial.kept),
             "SQNR dB": number_cell(trial.sqnr_db, ".1f"),
             "drop": drop_cell(trial.drop),

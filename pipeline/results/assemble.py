@@ -253,8 +253,8 @@ def _search(variant: Variant, outcomes: Outcomes, assignment: Sequence[Assignmen
     able = sum(group.group in kept_groups or narrowest_type(group.precision) == low for group in assignment)
     for index, entry in enumerate(entries, 1):
         kept_count = len(entry["kept"])
-        quantised = able - kept_count if assignment else None
-        steps.append(SearchStep.model_validate({**entry, "step": index, "kept": kept_count, "quantised": quantised}))
+        quantized = able - kept_count if assignment else None
+        steps.append(SearchStep.model_validate({**entry, "step": index, "kept": kept_count, "quantized": quantized}))
     return tuple(steps)
 
 

@@ -34,7 +34,7 @@ from enginesmith.pipeline.results.verdicts import why_unknown
 # Whether a variant became slower or faster from one run to another, and how sure that is.
 #
 # Two runs were measured at different times, so milliseconds of one are not those of the other: clocks, load and
-# neighbours differ. What both have is the baseline, measured in turn with every variant. Where it is the same model
+# neighbors differ. What both have is the baseline, measured in turn with every variant. Where it is the same model
 # run in the same way, the two speed-ups over it are compared, and what slowed everything down alike cancels.
 
 Basis = Literal["speed-up over eager", "milliseconds"]

@@ -33,12 +33,12 @@ def read(
     command: str,
     explain: Callable[[OSError], UsageError],
     again: str = "run optimize again",
-    removed: Mapping[str, Any] | None = None,
+    upgrade: Callable[[Any], None] | None = None,
 ) -> tuple[Model, tuple[str, ...]]:
     """Read a document of a schema that ``command`` writes; also return the names of fields that it does not have.
 
     ``explain`` says what it means that the file cannot be read, and ``again`` how to get rid of a damaged one.
-    ``removed`` are fields of earlier versions by dotted names, with their defaults: at these, they are passed over.
+    ``upgrade`` changes the values of an earlier version of the schema in place.
 
     Raises:
         UsageError: it cannot be read, is damaged, or of another schema; the message names the field.
@@ -46,21 +46,13 @@ def read(
     try:
         values = load(path)
         check_schema(path, values, schema, command)
-        for name, default in (removed or {}).items():
-            _remove_default(values, name.split("."), default)
+        if upgrade:
+            upgrade(values)
         return parse_known_fields(kind, values)
     except OSError as error:
         raise explain(error) from error
     except ValueError as error:
         raise UsageError(f"{path} is damaged: {error}", again) from error
-
-
-def _remove_default(values: Any, place: Sequence[str], default: Any) -> None:
-    *above, last = place
-    for name in above:
-        values = values.get(name) if isinstance(values, dict) else None
-    if isinstance(values, dict) and last in values and values[last] == default:
-        del values[last]
 
 
 def require_known(path: Path, unknown: Sequence[str], again: str) -> None:

@@ -211,16 +211,16 @@ class GroupLoss:
 
 
 def choose_explained(run: Run, name: str | None) -> VariantRecord:
-    """Choose the variant of that name; else, of those that were quantised, the winner, or one that was measured.
+    """Choose the variant of that name; else, of those that were quantized, the winner, or one that was measured.
 
     Raises:
         UsageError: there is none of that name.
     """
     if name:
         return find_record(run, name)
-    quantised = [record for record in run.variants if record.assignment]
-    quantised.sort(key=lambda record: (record.id != run.winner, record.status != "measured"))
-    return next(iter((*quantised, *run.variants)), run.records[0])
+    quantized = [record for record in run.variants if record.assignment]
+    quantized.sort(key=lambda record: (record.id != run.winner, record.status != "measured"))
+    return next(iter((*quantized, *run.variants)), run.records[0])
 
 
 def list_losses(record: VariantRecord) -> list[GroupLoss]:

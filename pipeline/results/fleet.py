@@ -308,7 +308,7 @@ def _status(result: Found) -> EntryStatus:
 
 
 def winner(run: Run) -> Winner | None:
-    """Summarise the winner of a run."""
+    """Summarize the winner of a run."""
     if run.winner is None:
         return None
     record, batch = find_record(run, run.winner), run.deciding_batch

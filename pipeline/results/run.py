@@ -32,7 +32,7 @@ from enginesmith.pipeline.measure.statistics import Interval
 from enginesmith.pipeline.passes.finetune.options import Recovery
 from enginesmith.pipeline.passes.quantize.precisions import Form
 from enginesmith.pipeline.recipe import Recipe
-from enginesmith.pipeline.recipe.recipe import REMOVED_FIELDS
+from enginesmith.pipeline.recipe.recipe import upgrade_recipe
 from enginesmith.pipeline.results import documents
 from enginesmith.pipeline.system.device import Device
 from enginesmith.pipeline.tensors import Signature
@@ -110,11 +110,11 @@ class Assignment(BaseModel, frozen=True):
     unit that it alone loses most, if that is lower. None where that was not found out."""
     macs: int | None = None
     form: Form = "given"
-    """Form of the float graph that was quantised: as it is, or with channels rescaled, also by multiplications."""
+    """Form of the float graph that was quantized: as it is, or with channels rescaled, also by multiplications."""
     given_sqnr_db: float | None = None
     """The SQNR in the graph as it was given."""
     answer_change: float | None = None
-    """Root of the energy of what changes in the answers where it alone is quantised, of theirs; None where that was not
+    """Root of the energy of what changes in the answers where it alone is quantized, of theirs; None where that was not
     measured, as where everything can be."""
     cause: str = ""
     """Says what about its numbers makes it lose much, where it does."""
@@ -126,7 +126,7 @@ class SearchStep(BaseModel, frozen=True):
     step: int
     method: str = ""
     """Method that chose the ranges."""
-    quantised: int | None
+    quantized: int | None
     """Groups in the low precision; None as long as their number is not known."""
     kept: int
     """Groups that stayed in floating point."""
@@ -531,8 +531,7 @@ def read(folder: str | os.PathLike[str], *, to_go_on: bool = False) -> Run:
         return UsageError(f"there is no run in {folder}: {error.strerror}", "give a folder that optimize wrote")
 
     again = "move it away with `optimize … --replace`: what is in the store is used again"
-    removed = {f"recipe.{name}": default for name, default in REMOVED_FIELDS.items()}
-    run, unknown = documents.read(Run, path, SCHEMA, "optimize", explain, again, removed)
+    run, unknown = documents.read(Run, path, SCHEMA, "optimize", explain, again, _upgrade)
     if to_go_on:
         unknown_settings = [name for name in unknown if name.startswith("recipe.")]
         again = f"enginesmith optimize {run.recipe.model} … --out {path.parent} --replace"
@@ -542,6 +541,11 @@ def read(folder: str | os.PathLike[str], *, to_go_on: bool = False) -> Run:
     warning = f"run.json has fields that this version does not know and leaves out: {name_some(unknown, most)}"
     added = {name: [warning, *run.environment.get(name, ())] for name in ("warnings", "cautions")}
     return run.model_copy(update={"environment": run.environment | added})
+
+
+def _upgrade(values: Any) -> None:
+    if isinstance(values, dict):
+        upgrade_recipe(values.get("recipe"))
 
 
 def json_schema() -> dict[str, Any]:

@@ -68,7 +68,7 @@ def int8_weight_bits() -> int:
     """Find how many bits weights can have beside 8-bit activations without a wrong result.
 
     x86 processors before VNNI add two products in a saturating 16-bit register (vpmaddubsw): with weights of 8 bits
-    that overflows, so they get 7 ("reduce_range" in ONNX Runtime's documentation of quantisation).
+    that overflows, so they get 7 ("reduce_range" in ONNX Runtime's documentation of quantization).
     """
     units = vector_units()
     x86 = any(unit.startswith("avx") for unit in units)

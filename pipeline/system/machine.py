@@ -202,8 +202,8 @@ def warnings_of(machine: Environment, others: float = math.inf) -> list[str]:
         warnings.append(f"of the container's memory limit only {format_bytes(machine.memory_limit_left_bytes)} is left")
     for index, gpu in enumerate(machine.gpus or ()):
         warnings += [f"cuda:{index} {what}" for what in _describe_limits(gpu)]
-        if (gpu.utilisation_percent or 0) > _BUSY_PERCENT:
-            warnings.append(f"cuda:{index} is busy: kernels ran in {gpu.utilisation_percent} % of the last moments")
+        if (gpu.utilization_percent or 0) > _BUSY_PERCENT:
+            warnings.append(f"cuda:{index} is busy: kernels ran in {gpu.utilization_percent} % of the last moments")
         if gpu.mig:
             warnings.append(
                 f"cuda:{index} is a slice of a device (MIG): what runs in the others shares power and clocks"

@@ -264,7 +264,7 @@ class GpuState(BaseModel, frozen=True):
     held_back_by_heat_seconds: float | None = None
     performance_state: str | None = None
     """P0 is the fastest."""
-    utilisation_percent: int | None = None
+    utilization_percent: int | None = None
     """Share of the last moments (1/6 to 1 second) in which a kernel ran."""
     compute_mode: str | None = None
     persistence: bool | None = None
@@ -382,7 +382,7 @@ class Nvml:
             "held_back_by_power_seconds": lambda: held_back_seconds(_BY_POWER),
             "held_back_by_heat_seconds": lambda: held_back_seconds(_BY_HEAT),
             "performance_state": performance_state,
-            "utilisation_percent": lambda: nvml.nvmlDeviceGetUtilizationRates(whole).gpu,
+            "utilization_percent": lambda: nvml.nvmlDeviceGetUtilizationRates(whole).gpu,
             "compute_mode": lambda: _COMPUTE_MODES.get(
                 mode := nvml.nvmlDeviceGetComputeMode(whole), f"unknown mode {mode}"
             ),

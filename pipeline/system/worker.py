@@ -1,7 +1,7 @@
 """Run work in a fresh process from a fork server, so that a crash, a leak or a time limit ends that work alone.
 
 The fork server imports the heavy libraries once; a new worker is then a fork of it, ready in a fraction of a second,
-with no thread pool started and CUDA not initialised. What a worker starts itself is a fork of the same server. Both
+with no thread pool started and CUDA not initialized. What a worker starts itself is a fork of the same server. Both
 ends talk over a pipe: requests in, progress and one answer out. A worker dies with its parent, whatever ends that.
 """
 

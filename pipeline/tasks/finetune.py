@@ -182,7 +182,7 @@ class Recover(ResumableTask):
         models = self.load(inputs)
         models.ready(place)
         material = split_data(data, self.options.held_back, self.seed, place)
-        material = dataclasses.replace(material, labelled=self._find_labelled(signature.outputs).name)
+        material = dataclasses.replace(material, labeled=self._find_labeled(signature.outputs).name)
         fixed = None if samples.batch_symbol(signature) else samples.fixed_batch(signature)
         threads = max(1, self.device.thread_count // size)
         work = Work(
@@ -231,7 +231,7 @@ class Recover(ResumableTask):
         except SampleError as error:
             raise error.on_row(data.rows[error.sample], data.whole.name) from error
 
-    def _find_labelled(self, outputs: Sequence[TensorSpec]) -> TensorSpec:
+    def _find_labeled(self, outputs: Sequence[TensorSpec]) -> TensorSpec:
         """Find the output that labels of one array are of: the one that is judged, else the first."""
         names = [spec.name for spec in outputs]
         metric = quality.name_output(self.metric or quality.DEFAULT_METRIC, self.data_options.label_keys, names)
@@ -241,7 +241,7 @@ class Recover(ResumableTask):
     def _metric(self, data: Dataset, outputs: Sequence[TensorSpec]) -> "Metric":
         from enginesmith.pipeline.passes.finetune.evaluate import AGREEMENT, Metric, loss_on_labels
 
-        names, output = [spec.name for spec in outputs], self._find_labelled(outputs)
+        names, output = [spec.name for spec in outputs], self._find_labeled(outputs)
         name = quality.name_output(self.metric or quality.DEFAULT_METRIC, self.data_options.label_keys, names)
         single = "float" in output.dtype and all(size == 1 for size in output.as_row.shape[1:])
         classes = data.class_labels is not None and not single

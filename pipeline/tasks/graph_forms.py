@@ -1,4 +1,4 @@
-"""The forms of a float graph that a search can quantise: as it is, or rescaled; and what each of their groups loses."""
+"""The forms of a float graph that a search can quantize: as it is, or rescaled; and what each of their groups loses."""
 
 import json
 import logging
@@ -39,9 +39,9 @@ MULTIPLIED: Form = "multiplied"
 _CHANGED = (RESCALED, MULTIPLIED)
 """Inputs that are forms of the float graph beside the one given."""
 _IMPACT_ROWS = 4
-"""Samples on which groups are quantised alone: it is for their order."""
+"""Samples on which groups are quantized alone: it is for their order."""
 _IMPACT_SECONDS = 120.0
-"""Longest time in which groups are quantised alone."""
+"""Longest time in which groups are quantized alone."""
 _IMPACT_SHARE = 0.3
 """Share of the time that is left which that may take."""
 _FIDELITY = "fp16"
@@ -58,17 +58,17 @@ class Impact(NamedTuple):
 
 
 class Sensitivity(Task):
-    """List the groups of a float graph, with the work in each and the error that each brings in when quantised.
+    """List the groups of a float graph, with the work in each and the error that each brings in when quantized.
 
     The error in a group's own output is measured for all of them in one pass over the data. It does not tell what is
-    left of a part of the answers in another unit: where there is one, each group is quantised alone, too.
+    left of a part of the answers in another unit: where there is one, each group is quantized alone, too.
     """
 
     title: ClassVar[str] = "sensitivity"
     produces: ClassVar[Kind] = "record"
 
     step: SerializeAsAny[PrecisionPass]
-    """The precision, with inputs of all products quantised, and nothing else."""
+    """The precision, with inputs of all products quantized, and nothing else."""
     feeder: Feeder
     least_share: float = 0.0
     """Share of the multiply-adds that needs a form in the precision; with less it is not worth a trial."""
@@ -167,13 +167,13 @@ class Sensitivity(Task):
         """
         model = inputs["model"]
         with tempfile.TemporaryDirectory(prefix="enginesmith-sensitivity-") as folder:
-            quantised, both = Path(folder, "quantised"), Path(folder, "joint")
-            for place in (quantised, both):
+            quantized, both = Path(folder, "quantized"), Path(folder, "joint")
+            for place in (quantized, both):
                 place.mkdir()
             records = {name: artifact for name, artifact in inputs.items() if name == "ranges"}
-            effect = run_pass(self.step, model, quantised, progress, records)
-            left = {entry["group"]: entry["why"] for entry in precision.read(quantised)}
-            floating, narrow = edit.load(model.path), edit.load(quantised / effect.file)
+            effect = run_pass(self.step, model, quantized, progress, records)
+            left = {entry["group"]: entry["why"] for entry in precision.read(quantized)}
+            floating, narrow = edit.load(model.path), edit.load(quantized / effect.file)
             measured = layerwise_error.add_layerwise_error(floating, narrow, groups)
             if not measured:
                 return {}, {}, left, ()
@@ -210,10 +210,10 @@ def measure_impacts(
     left_seconds: float,
     progress: Progress,
 ) -> tuple[dict[str, Impact], bool]:
-    """Measure the impact of each of these groups that can be quantised, by name.
+    """Measure the impact of each of these groups that can be quantized, by name.
 
-    ``records`` has the assignment by which ``step`` quantises everything. Nothing is measured without Q/DQ pairs, where
-    no output is a float in a fixed order, and where the graph cannot be run with single groups quantised. After a share
+    ``records`` has the assignment by which ``step`` quantizes everything. Nothing is measured without Q/DQ pairs, where
+    no output is a float in a fixed order, and where the graph cannot be run with single groups quantized. After a share
     of the time that is left, fewer samples have to do; returns also whether time was enough for one. If not, nothing is
     measured.
     """
@@ -224,18 +224,18 @@ def measure_impacts(
         with tempfile.TemporaryDirectory(prefix="enginesmith-impacts-") as folder:
             out = Path(folder)
             effect = run_pass(alone, model, out, progress, {**its_ranges, **records})
-            floating, quantised = edit.load(model.path), edit.load(out / effect.file)
+            floating, quantized = edit.load(model.path), edit.load(out / effect.file)
             edit.flatten(floating)
             layers.find_groups(floating)  # which names the nodes
-            switched = layerwise_error.add_switches(floating, quantised, alone.find_writers(quantised))
+            switched = layerwise_error.add_switches(floating, quantized, alone.find_writers(quantized))
             groups = [name for name in names if name in switched]
-            outputs = [str(value.name) for value in quantised.graph.outputs if _has_fixed_order(value, model)]
+            outputs = [str(value.name) for value in quantized.graph.outputs if _has_fixed_order(value, model)]
             if not groups or not outputs:
                 return {}, True
-            edit.save(quantised, out)
+            edit.save(quantized, out)
             rows = _read_rows(inputs[REFERENCE].folder, "feeds", _IMPACT_ROWS)
             with open_activation_capture(out / edit.FILE, outputs) as session:
-                passes = list(_quantise_alone(session, rows, groups, switched, deadline, progress))
+                passes = list(_quantize_alone(session, rows, groups, switched, deadline, progress))
     except ModelError as error:
         _log.warning("groups are ranked by their own errors: %s", error)
         return {}, True
@@ -243,7 +243,7 @@ def measure_impacts(
     return impacts, bool(passes) or limit > _IMPACT_SECONDS
 
 
-def _quantise_alone(
+def _quantize_alone(
     session: ActivationCapture,
     rows: Sequence[Feeds],
     groups: Sequence[str],

@@ -72,14 +72,14 @@ _FAR = 1e9
 
 
 class Goal(BaseModel, frozen=True, extra="forbid"):
-    """Judge a quantised graph: by the metric where a drop was allowed, else by nearness to eager."""
+    """Judge a quantized graph: by the metric where a drop was allowed, else by nearness to eager."""
 
     threshold: str
     """Row of the fidelity thresholds."""
     min_sqnr_db: float | None
     max_drop: float | None
     quality: SerializeAsAny[Quality] | None
-    """Computes the metric; None where there is no labelled data."""
+    """Computes the metric; None where there is no labeled data."""
     simulation: SerializeAsAny[Engine]
     """Runs the graph where the engine proper cannot run."""
 
@@ -148,7 +148,7 @@ class Search(Task):
 
     time_share: float = Field(0.5, exclude=True)  # of all trials together
     step: SerializeAsAny[PrecisionPass]
-    """The precision, with everything quantised."""
+    """The precision, with everything quantized."""
     engine: SerializeAsAny[Engine]
     device: Device
     goal: Goal
@@ -209,7 +209,7 @@ class Search(Task):
     def _is_late(self, trials: Sequence[Trial]) -> bool:
         """Tell whether one more trial takes longer than what is left of their share of the time.
 
-        What was found is quantised, built and verified after them, which takes about as long as a trial.
+        What was found is quantized, built and verified after them, which takes about as long as a trial.
         """
         return bool(trials) and 2 * max(trial.seconds for trial in trials) > self.left_seconds
 
@@ -230,7 +230,7 @@ class Search(Task):
                 fits = self.max_size_bytes is None or size <= self.max_size_bytes
                 judged, reads = self.goal.judge(self.engine, built, self.device, inputs, progress)
                 if judged.passed:
-                    sides = {"float": (self.engine, inputs[FLOAT]), "quantised": (self.engine, built)}
+                    sides = {"float": (self.engine, inputs[FLOAT]), "quantized": (self.engine, built)}
                     _, row = measure_beside(sides, self.device, inputs[REFERENCE], _SPEED_SECONDS, progress)
                     speedup = row.speedup.median if row.speedup else None
             except (ModelError, MissingCapability) as error:
@@ -253,7 +253,7 @@ class Search(Task):
         inputs: Inputs,
         progress: Progress,
     ) -> tuple[dict[str, float], bool]:
-        """Measure the impact of each group that can be quantised, in the setting that came nearest to the goal.
+        """Measure the impact of each group that can be quantized, in the setting that came nearest to the goal.
 
         Returns also whether time was enough.
         """
@@ -293,7 +293,7 @@ class Assign(Task):
     step: SerializeAsAny[PrecisionPass]
     keep: tuple[str, ...]
     to_train: Literal["", "asked", "needed"] = ""
-    """Where the graph is trained next: all that can be is quantised, as in the trial that came nearest to the goal.
+    """Where the graph is trained next: all that can be is quantized, as in the trial that came nearest to the goal.
     ``needed``: it is not, where such a trial reached the goal; the trial may have had a little in floating point."""
 
     def run(self, inputs: Inputs, out: Path, progress: Progress) -> Effect:
@@ -331,7 +331,7 @@ class Assign(Task):
         return Effect(file=RECORDS, summary=summary, rejected=rejected)
 
     def _choose_to_train(self, forms: Groups, trials: Sequence[Trial]) -> tuple[Trial, str]:
-        """Choose the trial that came nearest to the goal with next to all quantised; say why none is needed, if so."""
+        """Choose the trial that came nearest to the goal with next to all quantized; say why none is needed, if so."""
         everything = [trial for trial in trials if trial.phase == "everything"]
         if not everything:
             raise ModelError("no trial had everything quantized", "allow more time with --time")
@@ -346,7 +346,7 @@ class Assign(Task):
         return chosen, ""
 
     def _float_share(self, trial: Trial, forms: Groups) -> float:
-        """Compute the share of the work that a trial left in floating point, of what may be quantised.
+        """Compute the share of the work that a trial left in floating point, of what may be quantized.
 
         1 where the work of a group that it left there is not known.
         """

@@ -1,8 +1,8 @@
-"""Quantise a float graph by NNCF, Intel's toolkit, in the place of enginesmith's own rules and search.
+"""Quantize a float graph by NNCF, Intel's toolkit, in the place of enginesmith's own rules and search.
 
-Its post-training quantisation gets the calibration data that our own would get, and is called as its documentation
+Its post-training quantization gets the calibration data that our own would get, and is called as its documentation
 advises for CPUs: asymmetric activations (preset MIXED), model type TRANSFORMER where there is attention (SmoothQuant,
-and normalisations in floating point), fast bias correction. It takes and gives ONNX, so all other steps are the same.
+and normalizations in floating point), fast bias correction. It takes and gives ONNX, so all other steps are the same.
 With OpenVINO 2026.4 on AVX2, its ONNX graphs are 0.9 to 1.3 times as fast as those that it makes of OpenVINO's own.
 Accuracy is for our verdicts: nothing is searched, and what fails stays failed, unless ``keep`` names groups.
 """
@@ -60,11 +60,11 @@ class QuantizeWithNncf(Task):
     external_data_bytes: int = edit.EXTERNAL_DATA_BYTES
 
     def run(self, inputs: Inputs, out: Path, progress: Progress) -> Effect:
-        """Quantise, and write down which samples the ranges come from; the ranges themselves stay with NNCF.
+        """Quantize, and write down which samples the ranges come from; the ranges themselves stay with NNCF.
 
         Raises:
             MissingCapability: NNCF is not installed.
-            InvalidGraph: the graph is too old or no float32 graph, or has nothing to quantise.
+            InvalidGraph: the graph is too old or no float32 graph, or has nothing to quantize.
             ModelError: NNCF does not take it.
             UsageError: ``keep`` names no group.
         """
@@ -79,7 +79,7 @@ class QuantizeWithNncf(Task):
         float_groups = find_kept(self.keep, groups)
         progress(f"NNCF is quantizing, with {len(feeding)} feeds")
         ir.external_data.load_to_model(model)  # NNCF looks for weights beside the graph in another folder
-        quantized_model, settings = self._quantise(ir.to_proto(model), feeding, groups, sorted(float_groups))
+        quantized_model, settings = self._quantize(ir.to_proto(model), feeding, groups, sorted(float_groups))
         if self.preset == "mixed":
             _make_unsigned(quantized_model.graph)
         known = find_dequantized(quantized_model.graph.node)
@@ -95,7 +95,7 @@ class QuantizeWithNncf(Task):
         )
         return check_graph(_NAME, artifact, out, effect).model_copy(update={"reads": reads})
 
-    def _quantise(
+    def _quantize(
         self,
         model: "onnx.ModelProto",
         feeding: Feeding,

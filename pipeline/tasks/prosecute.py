@@ -250,7 +250,7 @@ def _keep_in_float(
     for name in sorted(groups, key=lambda group: places.get(group, len(places))):
         pattern = glob.escape(name)
         words = f"--keep {shlex.quote(pattern)}"
-        option = AddedOption(field="quantisation.keep", value=pattern, words=words)
+        option = AddedOption(field="quantization.keep", value=pattern, words=words)
         new_entries = [{**entry, "precision": step.remainder} if entry["group"] == name else entry for entry in entries]
 
         def make(out: Path, new_entries: list[dict[str, object]] = new_entries) -> Artifact:

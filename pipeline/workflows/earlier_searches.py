@@ -53,7 +53,7 @@ Pattern = dict[
 
 
 class TriedSetting(BaseModel, frozen=True, extra="forbid"):
-    """A setting with which everything was quantised."""
+    """A setting with which everything was quantized."""
 
     setting: Setting
     passed: bool
@@ -71,7 +71,7 @@ class PastSearch(PastRecord, frozen=True, extra="forbid"):
     begun_with: Advice = NO_ADVICE
     tried: tuple[TriedSetting, ...] = ()
     worked: Setting | None = None
-    """The setting that reached the goal; None where none did, the search has not ended, or nothing was quantised."""
+    """The setting that reached the goal; None where none did, the search has not ended, or nothing was quantized."""
     float_share: float = Field(0.0, ge=0, lt=1)
     """Share of the groups that had to stay in floating point with it."""
 

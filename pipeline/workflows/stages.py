@@ -139,7 +139,7 @@ def precision(recipe: Recipe, output: Path, settings: Settings) -> StageResult:
     resolved = resolve_recipe(recipe)
     steps, lowered = plans.precision_steps(resolved)
     result = _to_file(resolved, steps, lowered.graph, output, settings, also=(lowered.calibration,))
-    portable = recipe.quantisation.placement == PORTABLE_PLACEMENT and recipe.engines == DEFAULT_ENGINES
+    portable = recipe.quantization.placement == PORTABLE_PLACEMENT and recipe.engines == DEFAULT_ENGINES
     everywhere = _EVERYWHERE.format(DEFAULT_ENGINES[0]) if portable else ""
     plain_use = engine_class(recipe.engines[0]).as_given().describe_plain_use(output)
     notes = "".join(f"\n  note: {note}" for note in (everywhere, plain_use) if note)

@@ -48,7 +48,7 @@ def build(engine: OnnxRuntime, artifact: Artifact, out: Path) -> Artifact:
     return Artifact(kind="engine", path=out / effect.file, sha256="", bytes=0, signature=effect.signature)
 
 
-def test_engine_is_the_optimised_graph(tmp_path: Path) -> None:
+def test_engine_is_the_optimized_graph(tmp_path: Path) -> None:
     built = build(OnnxRuntime(), model(tmp_path), tmp_path / "out")
     assert model_file.summary(built.path).nodes < 3
     assert sorted(path.name for path in built.folder.iterdir()) == ["engine.json", "model.onnx"]
@@ -154,7 +154,7 @@ def test_sums_stay_apart_from_what_reads_them(total: str, reader: str, tmp_path:
 
 @pytest.mark.parametrize("level", ["disabled", "basic", "extended", "all"])
 def test_scales_of_float16_are_not_multiplied(level: Level, tmp_path: Path) -> None:
-    """ONNX Runtime 1.31 quantises biases by itself, with the product of two scales: 1e-6 is hardly there in float16."""
+    """ONNX Runtime 1.31 quantizes biases by itself, with the product of two scales: 1e-6 is hardly there in float16."""
     generator = np.random.default_rng(0)
     x = generator.standard_normal((4, 64)).astype(np.float16)
     weight = generator.integers(-127, 128, (64, 64)).astype(np.int8)
@@ -175,8 +175,8 @@ def test_scales_of_float16_are_not_multiplied(level: Level, tmp_path: Path) -> N
         Artifact(kind="onnx", path=tmp_path / "graph.onnx", sha256="", bytes=0),
         tmp_path / "out",
     )
-    quantised = np.clip(np.rint(x.astype(np.float32) / scale), -128, 127) * np.float32(scale)
-    expected = quantised @ (weight.astype(np.float32) * np.float32(small)) + bias
+    quantized = np.clip(np.rint(x.astype(np.float32) / scale), -128, 127) * np.float32(scale)
+    expected = quantized @ (weight.astype(np.float32) * np.float32(small)) + bias
     with OnnxRuntime(graph_optimization=level).load(built, CPU) as session:
         np.testing.assert_allclose(session.run({"x": x})["y"], expected, atol=0.05)
 

@@ -74,7 +74,7 @@ def test_a_slice_has_its_own_memory(card: Card) -> None:
     card(mig=1, memory_mib=10240)
     state, warnings, own, _ = look()
     assert (state["mig"], state["memory_bytes"], own[0]) == (True, 10 << 30, 400 * MIB)
-    assert state["utilisation_percent"] is None
+    assert state["utilization_percent"] is None
     assert any("is a slice of a device (MIG)" in text for text in warnings)
 
 

@@ -35,8 +35,8 @@ def build_graph(
     typed = {name: one if len(one) == 2 and isinstance(one[1], tuple) else (1, one) for name, one in inputs.items()}
     given = [helper.make_tensor_value_info(name, *one) for name, one in typed.items()]
     made = [helper.make_tensor_value_info(name, TensorProto.FLOAT, None) for name in outputs.split()]
-    initialisers = [numpy_helper.from_array(np.asarray(value), name) for name, value in weights.items()]
-    graph = helper.make_graph(nodes, "g", given, made, initialisers)
+    initializers = [numpy_helper.from_array(np.asarray(value), name) for name, value in weights.items()]
+    graph = helper.make_graph(nodes, "g", given, made, initializers)
     return helper.make_model(graph, opset_imports=[helper.make_opsetid("", opset)], ir_version=10)
 
 
@@ -96,8 +96,8 @@ def run_model(
 
 def count_kernels(model: ir.Model, feeds: Weights, folder: Path) -> Counter[str]:
     """Count operators of the graph that ONNX Runtime makes of a model."""
-    run_model(model, feeds, save_to=folder / "optimised.onnx")
-    return Counter(operators(folder / "optimised.onnx"))
+    run_model(model, feeds, save_to=folder / "optimized.onnx")
+    return Counter(operators(folder / "optimized.onnx"))
 
 
 def operators(path: Path) -> list[str]:

@@ -9,8 +9,8 @@ import onnx
 import onnx_ir as ir
 
 from enginesmith.calibration.ranges import METHODS, Ranges, TensorRange
-from enginesmith.pipeline.passes.quantize.layers import Quantised
-from enginesmith.pipeline.passes.quantize.qdq import Settings, quantise
+from enginesmith.pipeline.passes.quantize.layers import Quantized
+from enginesmith.pipeline.passes.quantize.qdq import Settings, quantize
 from enginesmith.pipeline.system.cpu import int8_weight_bits
 from enginesmith.pipeline.tensors import Array
 from graphs import NOWHERE, parse_graph, run_model
@@ -93,10 +93,10 @@ def ranges(model: ir.Model, **given: tuple[float, float]) -> Ranges:
     return Ranges(model_sha256="", provenance=NOWHERE, tensors=tensors)
 
 
-def make_quantized(make: Callable[[], ir.Model], settings: Settings) -> tuple[ir.Model, Quantised]:
+def make_quantized(make: Callable[[], ir.Model], settings: Settings) -> tuple[ir.Model, Quantized]:
     """Quantize a model on its own ranges, and check that it is valid."""
     model = make()
-    found = quantise(model, ranges(make()), settings)
+    found = quantize(model, ranges(make()), settings)
     onnx.checker.check_model(ir.to_proto(model), full_check=True)
     return model, found
 
@@ -115,6 +115,6 @@ def operator_before(model: ir.Model, output: str, index: int = 0) -> str:
 
 def grid(model: ir.Model, value: str) -> tuple[float, int, np.dtype[Any]]:
     """Find scale, zero point and type that a value is rounded with."""
-    (quantiser,) = [n for n in model.graph if n.op_type == "QuantizeLinear" and n.inputs[0].name == value]  # type: ignore[union-attr]
-    scale, zero = (one.const_value.numpy() for one in quantiser.inputs[1:])  # type: ignore[union-attr]
+    (quantizer,) = [n for n in model.graph if n.op_type == "QuantizeLinear" and n.inputs[0].name == value]  # type: ignore[union-attr]
+    scale, zero = (one.const_value.numpy() for one in quantizer.inputs[1:])  # type: ignore[union-attr]
     return float(scale), int(zero), zero.dtype

@@ -52,10 +52,10 @@ def test_runs_side_by_side(digits_run: Path, tmp_path: Path, cli: Any) -> None:
     assert allowed.code == 0
     assert "caution: measured on different devices" in allowed.stdout
 
-    newer = changed(made, tmp_path / "newer", lambda values: values["recipe"].update(colour="red"))
-    assert "leaves out: recipe.colour" in cli("inspect", newer).stdout
+    newer = changed(made, tmp_path / "newer", lambda values: values["recipe"].update(color="red"))
+    assert "leaves out: recipe.color" in cli("inspect", newer).stdout
     assert cli("resume", newer, "--quiet").code == 0, "nothing is left to do, whatever that field asked for"
     going_on = cli("resume", newer, "--no-cache", "--quiet")
     assert going_on.code == 2
-    assert "recipe.colour" in going_on.stderr
+    assert "recipe.color" in going_on.stderr
     assert (cli("compare", made, made).code, cli("compare", made, tmp_path / "nowhere").code) == (2, 2)

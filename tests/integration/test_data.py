@@ -122,7 +122,7 @@ def test_one_data_set_is_split_for_calibration_search_and_drop(store: Path) -> N
         "inputs": ["x:float32:batch,3,8,8"],
         "data": write_samples(),
         "precisions": ["int8"],
-        "quantisation": {"search_steps": 1},
+        "quantization": {"search_steps": 1},
         "budgets": {"max_drop": 1.0},
         "measure": {"latency": False, "memory": False, "limits": False},
         "prosecute_seconds": 0,

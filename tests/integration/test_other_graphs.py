@@ -55,7 +55,7 @@ def answer_by(path: Path) -> Callable[[Feeds], Any]:
 
 
 class Quantized(NamedTuple):
-    """A float graph of three products, and how it is quantised."""
+    """A float graph of three products, and how it is quantized."""
 
     given: Artifact
     task: Transform
@@ -111,11 +111,11 @@ def test_a_node_that_its_ranges_cut_is_kept_in_float(quantized: Quantized, tmp_p
     finding = locate(stages, tmp_path / "finding")
     assert (finding.guilty, finding.workaround) == ("precision", "--keep MatMul_c")
     assert finding.option
-    assert RECIPE.with_option(finding.option).quantisation.keep == ("MatMul_c",)
+    assert RECIPE.with_option(finding.option).quantization.keep == ("MatMul_c",)
 
 
 def test_a_node_that_the_engine_gets_wrong_in_int8_is_kept_in_float(quantized: Quantized, tmp_path: Path) -> None:
-    """An engine that takes the weights of one quantised product the wrong way round."""
+    """An engine that takes the weights of one quantized product the wrong way round."""
     kind: Any = engine_class("onnxruntime")
 
     class Wrong(kind):  # type: ignore[misc]

@@ -63,7 +63,7 @@ def test_a_bundle_answers_elsewhere(bundle: Path, cli: Cli, tmp_path: Path) -> N
         assert np.load(tmp_path / "y.npz")["logits"].shape == (3, 10)
         usage = infer(bundle, "--help")
         assert (usage.returncode, "--input NAME=FILE.npy" in usage.stdout) == (0, True), usage.stderr
-        assert infer(bundle, "--colour").returncode == 2
+        assert infer(bundle, "--color").returncode == 2
         for wrong, said in (("picture", "the model takes ['image']"), ("image", "the model takes ['batch', 1, 8, 8]")):
             np.save(tmp_path / "x.npy", np.zeros((3, 1, 9, 8), np.float32))
             refused = infer(bundle, "--input", f"{wrong}={tmp_path / 'x.npy'}")

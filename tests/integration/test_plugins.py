@@ -34,7 +34,7 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def home(tmp_path: Path) -> Path:
-    """A folder with a small graph and labelled data in it."""
+    """A folder with a small graph and labeled data in it."""
     x, y = (helper.make_tensor_value_info(name, TensorProto.FLOAT, ["batch", 4]) for name in "xy")
     graph = helper.make_graph([helper.make_node("Relu", ["x"], ["y"], doc_string="rectify")], "net", [x], [y])
     onnx.save(

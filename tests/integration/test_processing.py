@@ -20,18 +20,18 @@ from torch import nn
 
 
 class Detector(nn.Module):
-    """[batch, 4 + 3, cells]: centre and extent in pixels, and probabilities."""
+    """[batch, 4 + 3, cells]: center and extent in pixels, and probabilities."""
 
     def __init__(self):
         super().__init__()
         torch.manual_seed(4)
         self.body = nn.Sequential(nn.Conv2d(3, 8, 3, 2, 1), nn.ReLU(), nn.Conv2d(8, 7, 3, 2, 1))
         axis = torch.arange(8) * 4.0 + 2
-        self.register_buffer("centres", torch.stack(torch.meshgrid(axis, axis, indexing="xy")).flatten(1))
+        self.register_buffer("centers", torch.stack(torch.meshgrid(axis, axis, indexing="xy")).flatten(1))
 
     def forward(self, image):
         found = 4 * self.body(image).flatten(2)
-        return torch.cat([found[:, :2] + self.centres, found[:, 2:4].exp() + 4, found[:, 4:].sigmoid()], 1)
+        return torch.cat([found[:, :2] + self.centers, found[:, 2:4].exp() + 4, found[:, 4:].sigmoid()], 1)
 
 
 def build():

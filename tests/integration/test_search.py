@@ -24,7 +24,7 @@ _RECIPE = {
     "data": "digits",
     "budgets": {"max_drop": 0.05},
     "time_seconds": 900,
-    "quantisation": {"search_steps": 2},
+    "quantization": {"search_steps": 2},
     "batch": [1],
     "threads": 1,
     "measure": {"seconds": 1},
@@ -143,7 +143,7 @@ def test_a_variant_that_failed_is_loaded_and_packaged_by_its_name(tmp_path: Path
         name: _RECIPE[name]
         for name in ("model", "data", "precisions", "batch", "threads", "measure", "prosecute_seconds")
     }
-    asked |= {"quantisation": {"quantizers": ["nncf"]}}
+    asked |= {"quantization": {"quantizers": ["nncf"]}}
     recipe = make({**asked, "engines": ["onnxruntime"], "time_seconds": 900, "min_sqnr_db": 80})
     out, failed = tmp_path / "run", "onnxruntime-int8-nncf"
     run = optimize(recipe, out, settings)

@@ -151,7 +151,7 @@ def entrant(arena: SimpleNamespace, milliseconds: float, drop: float | None = 0.
 
 
 def test_the_fastest_within_the_allowed_loss_wins(arena: SimpleNamespace) -> None:
-    cell = arena.summary.summarise(
+    cell = arena.summary.summarize(
         {
             "enginesmith": entrant(arena, 3.0),
             "lossy": entrant(arena, 1.0, drop=0.5),
@@ -178,7 +178,7 @@ def test_what_is_far_slower_than_the_fastest_allowed_one_is_not_launched_again(a
     assert arena.summary.list_hopeless(entrants, 0.1) == ["far"]
     assert arena.summary.list_hopeless({"lossy": entrants["lossy"]}, 0.1) == []
     entrants["best"].timing.launches.append(entrants["best"].timing.launches[0])
-    rows = {row["rival"]: row for row in arena.summary.summarise(entrants, 0.1)["rows"]}
+    rows = {row["rival"]: row for row in arena.summary.summarize(entrants, 0.1)["rows"]}
     assert (rows["best"]["launches"], rows["far"]["launches"]) == (2, 1)
     assert rows["far"]["times_the_winner"]["median"] == pytest.approx(2.4)
 
@@ -223,7 +223,7 @@ def test_the_report_lists_the_cells_that_were_not_won(arena: SimpleNamespace) ->
         "best": entrant(arena, 2.0),
         "gone": entrant(arena, 1.0, failure="x|y"),
     }
-    cell = arena.summary.summarise(entrants, 0.1)
+    cell = arena.summary.summarize(entrants, 0.1)
     cell |= {"model": "m", "batch": 1, "threads": 0, "max_drop": 0.1, "command": "c", "others": 0.0}
     cells = [{**cell, "machine": "AVX2"}, {**cell, "machine": "AMX"}]
     found = {"cells": cells, "count": arena.summary.count_by_machine(cells), "environments": {"e": ["p==1"]}}

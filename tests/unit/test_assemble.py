@@ -33,7 +33,7 @@ from enginesmith.pipeline.planning.plan import LATENCY, LOAD, Plan, Step, StepRe
 from enginesmith.pipeline.planning.planner import plan
 from enginesmith.pipeline.planning.variants import resolve_recipe
 from enginesmith.pipeline.recipe import make
-from enginesmith.pipeline.recipe.recipe import REMOVED_FIELDS
+from enginesmith.pipeline.recipe.recipe import REMOVED_FIELDS, RENAMED_FIELDS
 from enginesmith.pipeline.report import sentences
 from enginesmith.pipeline.results import run as runs
 from enginesmith.pipeline.results.assemble import End, Header, assemble, explain_end, find_engine
@@ -237,7 +237,7 @@ def test_the_search_is_that_of_its_last_step(outcomes: Outcomes) -> None:
     outcomes.put("assign", groups).put("search-1", [trial]).put("search-2", [trial, second])
     found = outcomes.record(INT8)
     assert [one.group for one in found.assignment] == ["a", "b", "c", "d"]
-    trials = [(one.step, one.quantised, one.kept, one.passed) for one in found.search]
+    trials = [(one.step, one.quantized, one.kept, one.passed) for one in found.search]
     assert trials == [(1, 3, 0, False), (2, 2, 1, True)]
     assert found.search[1].speedup == 1.5
 
@@ -387,7 +387,7 @@ def test_what_was_written_is_read(tmp_path: Path) -> None:
 def test_fields_of_a_later_version_are_left_out_and_named(tmp_path: Path) -> None:
     def add(found: Values) -> None:
         found["mood"] = "good"
-        found["recipe"]["colour"] = "red"
+        found["recipe"]["color"] = "red"
         found["recipe"]["budgets"]["max_price"] = 3
         for record in (found["baseline"], *found["variants"]):
             record["latency"][0]["p42_ms"] = 1.0
@@ -397,30 +397,44 @@ def test_fields_of_a_later_version_are_left_out_and_named(tmp_path: Path) -> Non
     caution, before = run.environment["warnings"]
     assert before == "the machine is busy"
     assert set(caution.partition(": ")[2].split(", ")) == {
-        *("mood", "recipe.colour", "recipe.budgets.max_price"),
+        *("mood", "recipe.color", "recipe.budgets.max_price"),
         *("baseline.latency[].p42_ms", "variants[].latency[].p42_ms"),
     }
 
 
 def test_a_recipe_that_is_not_known_as_a_whole_is_not_gone_on_with(tmp_path: Path) -> None:
-    with pytest.raises(UsageError, match=r"does not have: recipe\.colour\n.*optimize digits … .*--replace"):
-        read(tmp_path, lambda found: found["recipe"].update(colour="red"), to_go_on=True)
+    with pytest.raises(UsageError, match=r"does not have: recipe\.color\n.*optimize digits … .*--replace"):
+        read(tmp_path, lambda found: found["recipe"].update(color="red"), to_go_on=True)
     assert read(tmp_path, lambda found: found.update(mood="good"), to_go_on=True).name == "demo"
 
 
 def test_an_option_that_was_removed_is_refused_only_where_it_was_used(tmp_path: Path) -> None:
     def use(value: bool) -> Callable[[Values], None]:
-        return lambda found: found["recipe"]["quantisation"].update(convert_io=value)
+        return lambda found: found["recipe"]["quantization"].update(convert_io=value)
 
     assert read(tmp_path, use(False), to_go_on=True) == read(tmp_path)
-    assert read(tmp_path, lambda found: found["recipe"].pop("quantisation"), to_go_on=True).name == "demo"
-    with pytest.raises(UsageError, match=r"does not have: recipe\.quantisation\.convert_io"):
+    assert read(tmp_path, lambda found: found["recipe"].pop("quantization"), to_go_on=True).name == "demo"
+    with pytest.raises(UsageError, match=r"does not have: recipe\.quantization\.convert_io"):
         read(tmp_path, use(True), to_go_on=True)
     assert "convert_io" in read(tmp_path, use(True)).environment["warnings"][0]
 
 
-def test_fields_that_were_removed_are_not_in_recipes() -> None:
+def test_fields_that_were_renamed_are_read_and_gone_on_with(tmp_path: Path) -> None:
+    def spell_as_before(found: Values) -> None:
+        options = found["recipe"].pop("quantization")
+        del options["equalize"]
+        found["recipe"]["quantisation"] = options | {"equalise": True}
+
+    def write_now(found: Values) -> None:
+        found["recipe"]["quantization"]["equalize"] = True
+
+    assert read(tmp_path, spell_as_before, to_go_on=True) == read(tmp_path, write_now)
+
+
+def test_fields_that_were_removed_or_renamed_are_not_in_recipes() -> None:
     recipe = make({"model": "digits"}).model_dump()
+    assert not RENAMED_FIELDS.keys() & recipe.keys()
+    assert not any(name.rpartition(".")[2] in recipe["quantization"] for name in RENAMED_FIELDS)
     for name in REMOVED_FIELDS:
         *above, last = name.split(".")
         assert last not in functools.reduce(operator.getitem, above, recipe)

@@ -278,18 +278,18 @@ def squared_error(values: Array, end: float) -> float:
 
 
 def divergence(magnitudes: Array, bins: int) -> float:
-    """KL of clipped against quantised values for so many of 2048 bins: as in the paper, and as slow."""
+    """KL of clipped against quantized values for so many of 2048 bins: as in the paper, and as slow."""
     counts = np.histogram(magnitudes, 2048, (0, magnitudes.max()))[0].astype(float)
     clipped = counts[:bins].copy()
     clipped[-1] += counts[bins:].sum()
-    quantised = np.zeros(bins)
+    quantized = np.zeros(bins)
     level = np.arange(bins) * 128 // bins
     for one in range(128):
         occupied = (level == one) & (clipped > 0)
-        quantised[occupied] = counts[:bins][level == one].sum() / max(occupied.sum(), 1)
+        quantized[occupied] = counts[:bins][level == one].sum() / max(occupied.sum(), 1)
     both = clipped > 0
-    quantised[both & (quantised == 0)] = 1e-4
-    p, q = clipped[both] / clipped.sum(), quantised[both] / quantised.sum()
+    quantized[both & (quantized == 0)] = 1e-4
+    p, q = clipped[both] / clipped.sum(), quantized[both] / quantized.sum()
     return float((p * np.log(p / q)).sum())
 
 

@@ -22,7 +22,7 @@ from enginesmith.pipeline.measure.statistics import Interval
 from enginesmith.pipeline.passes.finetune.options import Point
 from enginesmith.pipeline.recipe import make
 from enginesmith.pipeline.report.charts import Chart, charts
-from enginesmith.pipeline.report.charts.plotly import COLOURS, MOST_NAMED, NEUTRAL, Cast, shorten_name
+from enginesmith.pipeline.report.charts.plotly import COLORS, MOST_NAMED, NEUTRAL, Cast, shorten_name
 from enginesmith.pipeline.results.run import Assignment, Run, VariantRecord
 from runs import PRUNING, RECOVERY, small
 
@@ -320,14 +320,14 @@ def test_a_variant_looks_the_same_everywhere() -> None:
             for trace in traces(chart)
             if trace.get("name") == style.name
         }
-        assert found == {style.colour}
-    assert cast.style(of.baseline).colour == NEUTRAL
+        assert found == {style.color}
+    assert cast.style(of.baseline).color == NEUTRAL
     styles = [cast.style(one) for one in of.variants]
-    assert len({(one.colour, one.symbol) for one in styles}) == len(styles)
+    assert len({(one.color, one.symbol) for one in styles}) == len(styles)
     assert [one.winner for one in styles] == [False, True, False]
     assert styles[1].line["width"] > styles[0].line["width"]
     assert styles[1].name == "★ onnxruntime-int8"
-    assert {one.colour for one in styles} <= set(COLOURS)
+    assert {one.color for one in styles} <= set(COLORS)
 
 
 def test_names_are_shown_as_they_stand() -> None:

@@ -41,8 +41,8 @@ def test_importing_the_command_line_loads_nothing_heavy() -> None:
 def test_an_old_spelling_is_taken_and_not_shown() -> None:
     shown = CliRunner().invoke(cli.main, ["precision", "--help-all"]).output
     assert "--equalize" in shown
-    assert "--equalise" not in shown
-    assert "No such option" not in CliRunner().invoke(cli.main, ["precision", "net.onnx", "--equalise"]).output
+    assert "--equalize" not in shown
+    assert "No such option" not in CliRunner().invoke(cli.main, ["precision", "net.onnx", "--equalize"]).output
 
 
 @pytest.mark.parametrize(

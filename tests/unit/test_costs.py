@@ -135,10 +135,10 @@ FOREIGN: list[tuple[str, onnx.NodeProto, dict[str, list[Any]], dict[str, Any], i
 VECTORS = {"x": ["batch", 16]}
 WHOLE, INTEGER = value("uint8", 2, 6, 6, 6), value("int32", 2, 5, 7)
 INTEGERS: list[tuple[str, onnx.NodeProto, dict[str, list[Any]], dict[str, Any], int, Value]] = [
-    ("quantised conv", node("QLinearConv", "x s z w s z s z"), IMAGE, PIXELS | SCALES, CONVOLVED, WHOLE),
+    ("quantized conv", node("QLinearConv", "x s z w s z s z"), IMAGE, PIXELS | SCALES, CONVOLVED, WHOLE),
     ("last", foreign("QLinearConv", "x s z w s z s z", channels_last=1), LAST, PIXELS | SCALES, CONVOLVED, WHOLE),
     (
-        "quantised product",
+        "quantized product",
         node("QLinearMatMul", "x s z w s z s z"),
         ROWS,
         BYTES | SCALES,
@@ -196,7 +196,7 @@ AROUND: list[tuple[str, list[onnx.NodeProto], tuple[int, ...]]] = [
     ("joined", [node("QLinearConcat", "s z x s z x s z", domain=MICROSOFT, axis=1)], (2, 8, 8, 8)),
     ("pooled", [node("QLinearGlobalAveragePool", "x s z s z", domain=MICROSOFT, channels_last=0)], (2, 4, 1, 1)),
     ("pooled, channels last", [node("NhwcMaxPool", "x", domain=MICROSOFT, kernel_shape=[2, 2])], (2, 3, 7, 8)),
-    ("normalised", [node("SkipLayerNormalization", "x x s", domain=MICROSOFT)], (2, 4, 8, 8)),
+    ("normalized", [node("SkipLayerNormalization", "x x s", domain=MICROSOFT)], (2, 4, 8, 8)),
 ]
 
 

@@ -50,7 +50,7 @@ class Graph:
         return self
 
     def product(self, kind: int = FLOAT) -> "Graph":
-        """A product with a weight of a type: dequantised where that is no float."""
+        """A product with a weight of a type: dequantized where that is no float."""
         count = len(self.nodes)
         stored = self.weight(f"w{count}", np.ones((8, 8), np.float32), kind)
         if kind in (FLOAT, HALF):
@@ -61,7 +61,7 @@ class Graph:
         return self.add("MatMul", unpacked)
 
     def pair(self, kind: int = INT8) -> "Graph":
-        """Quantised and dequantised."""
+        """Quantized and dequantized."""
         zero = self.weight(f"z{kind}", np.zeros((), np.float32), kind)
         return self.add("QuantizeLinear", "s", zero).add("DequantizeLinear", "s", zero)
 
@@ -107,7 +107,7 @@ def test_products_behind_a_computed_shape_are_counted(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("kind", "name"), [(INT8, "int8"), (FP8, "fp8")])
-def test_a_product_is_quantised_if_both_its_operands_are(tmp_path: Path, kind: int, name: str) -> None:
+def test_a_product_is_quantized_if_both_its_operands_are(tmp_path: Path, kind: int, name: str) -> None:
     found = Graph().pair(kind).product(kind).pair(kind).product().product(kind).covered(tmp_path)
     assert found.macs == {"fp32": pytest.approx(2 / 3), name: pytest.approx(1 / 3)}
     assert found.weights == {name: pytest.approx(2 / 3), "fp32": pytest.approx(1 / 3)}
@@ -162,7 +162,7 @@ def test_casts_split_islands(tmp_path: Path) -> None:
 
 
 def test_a_float_operator_between_products_splits_islands(tmp_path: Path) -> None:
-    """Its result is not quantised at once, so it runs in floating point."""
+    """Its result is not quantized at once, so it runs in floating point."""
     graph = Graph().pair().product(INT8).pair().add("Sigmoid").add("Exp").pair().product(INT8)
     assert graph.covered(tmp_path).islands == 2
 
@@ -216,7 +216,7 @@ def dynamic(folder: Path) -> Path:
     graph = Graph()
     graph.weight("w", np.ones((8, 8), np.float32), INT8)
     graph.nodes += [
-        helper.make_node("DynamicQuantizeLinear", ["x"], ["q", "qs", "qz"], name="quantise"),
+        helper.make_node("DynamicQuantizeLinear", ["x"], ["q", "qs", "qz"], name="quantize"),
         helper.make_node("MatMulInteger", ["q", "w", "qz", "z"], ["i"], name="product"),
         helper.make_node("Cast", ["i"], ["f"], name="cast", to=FLOAT),
         helper.make_node("Mul", ["f", "qs"], ["o"], name="scale"),
@@ -257,7 +257,7 @@ def test_onnx_runtime_computes_fp16_in_fp32(tmp_path: Path) -> None:
         assert (found.macs, found.casts) == ({"fp32": 1.0}, 2)
 
 
-def test_dynamic_quantisation_is_int8_before_and_after(tmp_path: Path) -> None:
+def test_dynamic_quantization_is_int8_before_and_after(tmp_path: Path) -> None:
     path = dynamic(tmp_path)
     for found in (coverage.compute_coverage(path, SIZES), run_in_onnx_runtime(path)):
         assert found.macs == found.weights == {"int8": 1.0}

@@ -76,12 +76,12 @@ class TestMasks:
         assert (white != mask).sum() <= 0.1 * white.size
         assert np.abs(np.subtract(bounds(white), bounds(mask))).max() <= 1
 
-    def test_outside_of_a_small_image_nothing_is_labelled(self, folder: Path) -> None:
+    def test_outside_of_a_small_image_nothing_is_labeled(self, folder: Path) -> None:
         labels: Any = open_dataset(str(folder), (RAW,), options=DataOptions(resize=12)).labels
         assert set(np.unique(labels[0])) == {0, 3, 255}
         assert (labels[0, [0, 1, -2, -1]] == 255).all()
 
-    def test_palettes_are_numbers_and_not_colours(self, folder: Path) -> None:
+    def test_palettes_are_numbers_and_not_colors(self, folder: Path) -> None:
         for name in "ab":
             mask = Image.fromarray((scene()[:, :, 0] > 0).astype(np.uint8) * 2, "P")
             mask.putpalette([200, 0, 0, 0, 200, 0, 0, 0, 200])
@@ -121,7 +121,7 @@ class TestMasks:
             (
                 "masks/a.png",
                 scene() * np.uint8([1, 0, 0]),
-                r"a\.png has 3 channels \(RGB\), expected one.*\n.*each colour is a",
+                r"a\.png has 3 channels \(RGB\), expected one.*\n.*each color is a",
             ),
             ("masks/a.png", scene(), r"3 channels \(RGB\), expected one.*\n.*channel R alone has the same"),
             ("masks/a.png", scene()[..., :2], r"2 channels \(LA\), expected one.*\n.*channel L alone has the same"),

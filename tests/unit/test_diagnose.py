@@ -74,23 +74,23 @@ KEPT = Assignment(
 FINE = Assignment(group="c3", operator="Conv", precision="int8", sqnr_db=40.0, macs=100, given_sqnr_db=40.0)
 
 
-def quantised(*groups: Assignment, **more: Any) -> VariantRecord:
+def quantized(*groups: Assignment, **more: Any) -> VariantRecord:
     return variant("openvino-int8", precision="int8", assignment=groups, **more)
 
 
 def test_what_loses_most_comes_first_with_its_remedy_and_cost() -> None:
     unknown = KEPT.model_copy(update={"group": "c4", "given_sqnr_db": None, "sqnr_db": None})
-    losses = list_losses(quantised(FINE, unknown, KEPT, WEAK))
+    losses = list_losses(quantized(FINE, unknown, KEPT, WEAK))
     assert [loss.group.group for loss in losses] == ["c1", "c2", "c4"]
     assert [loss.remedy for loss in losses[:2]] == ["channels rescaled", "stays in fp32: the goal needs it"]
     assert losses[0].cost == "nothing"
-    assert list_losses(quantised(FINE, KEPT, WEAK))[1].cost == "20 % of the multiply-adds"
+    assert list_losses(quantized(FINE, KEPT, WEAK))[1].cost == "20 % of the multiply-adds"
     measured = KEPT.model_copy(update={"answer_change": 0.12})
-    assert list_losses(quantised(measured))[0].remedy == (
+    assert list_losses(quantized(measured))[0].remedy == (
         "stays in fp32: the goal needs it; quantized alone, it changes the answers by 12 %"
     )
-    assert [loss.group.group for loss in list_losses(quantised(WEAK, unknown, measured))] == ["c2", "c1", "c4"]
-    (first, _) = run_tables.tabulate_group_losses(quantised(FINE, KEPT, WEAK)).rows
+    assert [loss.group.group for loss in list_losses(quantized(WEAK, unknown, measured))] == ["c2", "c1", "c4"]
+    (first, _) = run_tables.tabulate_group_losses(quantized(FINE, KEPT, WEAK)).rows
     assert first == ("net.one", "Conv", "4.0 → 36.8", "activations to 812", "channels rescaled", "nothing")
 
 
@@ -104,12 +104,12 @@ def test_what_loses_most_comes_first_with_its_remedy_and_cost() -> None:
 )
 def test_remedies_are_named(form: str, trained: bool, remedy: str) -> None:
     recovery: tuple[Recovery, ...] = (RECOVERY.model_copy(update={"subject": "int8"}),) if trained else ()
-    (loss,) = list_losses(quantised(WEAK.model_copy(update={"form": form}), recovery=recovery))
+    (loss,) = list_losses(quantized(WEAK.model_copy(update={"form": form}), recovery=recovery))
     assert loss.remedy == remedy
 
 
-def test_the_winner_is_explained_if_it_is_quantised_else_the_first_that_is() -> None:
-    plain, first = variant("onnxruntime-fp32"), quantised(WEAK)
+def test_the_winner_is_explained_if_it_is_quantized_else_the_first_that_is() -> None:
+    plain, first = variant("onnxruntime-fp32"), quantized(WEAK)
     second = first.model_copy(update={"id": "onnxruntime-int8"})
     eager = variant("eager", engine="eager")
     assert choose_explained(small(eager, plain, first, second, winner="onnxruntime-int8"), None) == second
@@ -120,13 +120,13 @@ def test_the_winner_is_explained_if_it_is_quantised_else_the_first_that_is() -> 
 
 
 def test_it_is_told_on_the_terminal(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    record = quantised(WEAK, FINE)
+    record = quantized(WEAK, FINE)
     made = small(variant("eager", engine="eager"), record, winner=record.id)
     terminal.show_explanation(made, record, as_json=False)
     shown = capsys.readouterr().out
     assert "2 of 2 groups in int8" in shown
     assert "activations to 812" in shown
-    terminal.show_explanation(made, quantised(FINE), as_json=False)
+    terminal.show_explanation(made, quantized(FINE), as_json=False)
     assert "no group loses much" in capsys.readouterr().out
     terminal.show_explanation(made, record, as_json=True)
     assert '"cause": "activations to 812"' in capsys.readouterr().out

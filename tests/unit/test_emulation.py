@@ -192,7 +192,7 @@ for level in ("disabled", "basic", "extended", "all"):
 
 @pytest.mark.thorough
 def test_the_runtime_itself_survives_a_float16_lstm(tmp_path: Path) -> None:
-    """It has crashed there: in a process of its own, at every level of optimisation."""
+    """It has crashed there: in a process of its own, at every level of optimization."""
     text = """(float16[5,2,3] x) => (float16[5,2,2,6] y) {
         y = LSTM<hidden_size=6, direction="bidirectional">(x, w, r, b)
     }"""

@@ -32,7 +32,7 @@ QDQ = [
 SCALES = "model.scales"
 
 
-def quantised(**changes: Any) -> dict[str, Any]:
+def quantized(**changes: Any) -> dict[str, Any]:
     """Weights of the graph above: activations in uint8 with a zero point, weights in int8 by channel."""
     levels = np.clip(np.rint(normal(4, 3, 3, 3) * 50), -127, 127).astype(np.int8)
     levels[:, 0, 0, 0] = 127
@@ -54,7 +54,7 @@ def quantised(**changes: Any) -> dict[str, Any]:
 
 @pytest.fixture
 def graph(tmp_path: Path) -> Path:
-    return write_graph(tmp_path, QDQ, quantised(), x=("batch", 3, 8, 8))
+    return write_graph(tmp_path, QDQ, quantized(), x=("batch", 3, 8, 8))
 
 
 def step(path: Path, rate: float) -> Any:
@@ -72,7 +72,7 @@ def weights(path: Path) -> dict[str, Any]:
     return {tensor.name: numpy_helper.to_array(tensor) for tensor in onnx.load(path).graph.initializer}
 
 
-def test_a_quantised_graph_is_computed_as_by_onnx_runtime(graph: Path) -> None:
+def test_a_quantized_graph_is_computed_as_by_onnx_runtime(graph: Path) -> None:
     x = normal(2, 3, 8, 8)
     loaded = load_graph(graph)
     (output,) = loaded.module(torch.from_numpy(x))
@@ -114,7 +114,7 @@ def test_a_trained_scale_is_written_for_its_pair_and_for_the_bias(graph: Path, t
         dict(loaded.module.named_parameters())[SCALES].fill_(np.log(1.5) / 25)
     out.mkdir()
     save_graph(graph, loaded, out, edit.EXTERNAL_DATA_BYTES)
-    after, given = weights(out / edit.FILE), quantised()
+    after, given = weights(out / edit.FILE), quantized()
     nodes = {made.output[0]: made for made in onnx.load(out / edit.FILE).graph.node}
     assert [after[nodes[name].input[1]] for name in ("xq", "xd")] == pytest.approx([0.03] * 2)
     np.testing.assert_allclose(after[nodes["bd"].input[1]], given["ws"] * after[nodes["xd"].input[1]], rtol=1e-6)
@@ -128,12 +128,12 @@ def test_biases_of_channels_that_died_still_fit_where_a_scale_shrinks(operator: 
     """Their weights have scales so fine that the bias just fits an int32, in steps of the product of both scales."""
     dead = np.asarray([5.0, -3.0, 0.5, 1.0], np.float32)
     fine = np.maximum([0.0, 0.0, 0.01, 0.01], np.abs(dead) / 0.02 / 2**30).astype(np.float32)
-    levels = quantised()["w"] if operator == "Conv" else quantised()["w"][:, :, 0, 0].T.copy()
+    levels = quantized()["w"] if operator == "Conv" else quantized()["w"][:, :, 0, 0].T.copy()
     axis = 0 if operator == "Conv" else 1
     levels = levels // 2  # 7 bits: without VNNI, products of 8 bits overflow in ONNX Runtime
     np.moveaxis(levels, axis, 0)[:2] = 0
     nodes = [*QDQ[:2], node("DequantizeLinear", "w ws wz", "wd", axis=axis)]
-    given = quantised(w=levels, ws=fine, b=dead)
+    given = quantized(w=levels, ws=fine, b=dead)
     if operator == "Gemm":
         nodes.append(node("DequantizeLinear", "b bs bz", "bd", axis=0))
         given |= {"b": np.rint(dead / (0.02 * fine)).astype(np.int32), "bs": (0.02 * fine).astype(np.float32)}
@@ -155,7 +155,7 @@ def test_biases_of_channels_that_died_still_fit_where_a_scale_shrinks(operator: 
 
 def test_a_bias_of_one_number_for_all_channels_stays(tmp_path: Path) -> None:
     nodes = [*QDQ[:2], node("DequantizeLinear", "w ws wz", "wd", axis=1), node("Gemm", "xd wd b", "y")]
-    given = quantised(w=quantised()["w"][:, :, 0, 0].T.copy(), b=np.asarray([2.0], np.float32))
+    given = quantized(w=quantized()["w"][:, :, 0, 0].T.copy(), b=np.asarray([2.0], np.float32))
     used = {name for made in nodes for name in made.input}
     weights_of = {name: value for name, value in given.items() if name in used}
     path, out, x = write_graph(tmp_path, nodes, weights_of, x=("batch", 3)), tmp_path / "out", normal(2, 3)
@@ -171,7 +171,7 @@ def test_a_bias_of_one_number_for_all_channels_stays(tmp_path: Path) -> None:
 @pytest.mark.parametrize("between", ["Identity", "Relu"])
 def test_scales_stay_where_a_bias_counts_in_steps_of_one_that_is_not_known(between: str, tmp_path: Path) -> None:
     nodes = [*QDQ[:2], node(between, "xd", "between"), *QDQ[2:4], node("Conv", "between wd bd", "y")]
-    given = {name: value for name, value in quantised().items() if name not in "mn"}
+    given = {name: value for name, value in quantized().items() if name not in "mn"}
     loaded = load_graph(write_graph(tmp_path, nodes, given, x=("batch", 3, 8, 8)))
     assert SCALES not in dict(loaded.module.named_parameters())
 
@@ -212,13 +212,13 @@ def test_a_scale_learns_the_range_that_is_there(tmp_path: Path) -> None:
     nodes = [node("QuantizeLinear", "x s z", "q"), node("DequantizeLinear", "q s z", "y")]
     path = write_graph(tmp_path, nodes, {"s": np.float32(4 / 128), "z": np.uint8(128)}, x=("batch", 64))
     loaded, x = load_graph(path), torch.rand(64, 64, generator=torch.Generator().manual_seed(0)) * 2 - 1
-    optimiser = torch.optim.Adam(loaded.module.parameters(), lr=2e-3)
+    optimizer = torch.optim.Adam(loaded.module.parameters(), lr=2e-3)
     errors = []
     for _ in range(100):
         error = (loaded.module(x)[0] - x).square().mean()
         error.backward()
-        optimiser.step()
-        optimiser.zero_grad()
+        optimizer.step()
+        optimizer.zero_grad()
         errors.append(float(error.detach()))
     assert errors[-1] < errors[0] / 8
 
@@ -232,7 +232,7 @@ def test_without_a_step_the_weights_are_those_of_before(graph: Path, tmp_path: P
 
 
 def test_weights_of_seven_bits_stay_within_them(tmp_path: Path) -> None:
-    given = quantised(w=np.clip(quantised()["w"], -63, 63))
+    given = quantized(w=np.clip(quantized()["w"], -63, 63))
     path, out = write_graph(tmp_path, QDQ, given, x=("batch", 3, 8, 8)), tmp_path / "out"
     out.mkdir()
     save_graph(path, step(path, 10.0), out, edit.EXTERNAL_DATA_BYTES)
@@ -277,15 +277,15 @@ def test_zeros_of_a_bias_are_trained(tmp_path: Path, shape: tuple[int, ...]) -> 
 
 def test_levels_at_zero_stay_only_where_there_is_a_pattern(tmp_path: Path) -> None:
     """Rounding alone makes many zeros where one channel is large; those may change."""
-    by_chance = np.where(np.random.default_rng(0).random((4, 3, 3, 3)) < 0.6, 0, quantised()["w"]).astype(np.int8)
+    by_chance = np.where(np.random.default_rng(0).random((4, 3, 3, 3)) < 0.6, 0, quantized()["w"]).astype(np.int8)
     assert np.mean(by_chance == 0) > 0.5
-    path = write_graph(tmp_path, QDQ, quantised(w=by_chance), x=("batch", 3, 8, 8))
+    path = write_graph(tmp_path, QDQ, quantized(w=by_chance), x=("batch", 3, 8, 8))
     module = load_graph(path).module.model
     assert isinstance(module, GraphModule)
     assert not module._masks
     pattern = np.ones((4, 4, 3, 3), np.int8)
     pattern[:, ::2] = 0
-    path = write_graph(tmp_path / "pattern", QDQ, quantised(w=pattern), x=("batch", 4, 8, 8))
+    path = write_graph(tmp_path / "pattern", QDQ, quantized(w=pattern), x=("batch", 4, 8, 8))
     module = load_graph(path).module.model
     assert isinstance(module, GraphModule)
     assert list(module._masks) == ["w"]
@@ -355,7 +355,7 @@ def test_statistics_stay_that_are_one_constant_with_weights(tmp_path: Path) -> N
 
 def test_zero_points_stay_that_are_one_constant_with_a_bias(tmp_path: Path) -> None:
     """A bias of zeros in int32 and its zero points are equal."""
-    merged = quantised(b=np.zeros(4, np.int32))
+    merged = quantized(b=np.zeros(4, np.int32))
     del merged["bz"]
     nodes = [node("DequantizeLinear", "b bs b", "bd", axis=0) if each.output[0] == "bd" else each for each in QDQ]
     path = write_graph(tmp_path / "given", nodes, merged, x=("batch", 3, 8, 8))

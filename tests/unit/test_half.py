@@ -116,7 +116,7 @@ def test_a_graph_that_the_cpu_has_no_kernels_for_is_named_with_its_type(tmp_path
 
 
 def test_one_cast_serves_all_readers(tmp_path: Path) -> None:
-    """A normalised value that three products read is cast once; their sum goes up once."""
+    """A normalized value that three products read is cast once; their sum goes up once."""
     text = """(float[N,8] x) => (float[N,8] y) {
         n = LayerNormalization(x, one)
         q = MatMul(n, w) k = MatMul(n, w) v = MatMul(n, w)
@@ -362,7 +362,7 @@ def test_outer_products_are_no_products(tmp_path: Path) -> None:
     assert low.nodes == low.casts == ()
 
 
-def test_large_tables_go_low_and_small_ones_follow_their_neighbours() -> None:
+def test_large_tables_go_low_and_small_ones_follow_their_neighbors() -> None:
     text = "(int64[N] i) => (float[N,512] y) { a = Gather(t, i) y = Softmax(a) }"
     assert lower(parsed(text, t=weights(512, 512)), "fp16").nodes == ("a",)
     assert lower(parsed(text, t=weights(4, 512)), "fp16").nodes == ()
@@ -404,7 +404,7 @@ PAIR_WEIGHTS = {
 }
 
 
-def test_quantised_graphs_have_their_rest_in_float16(tmp_path: Path) -> None:
+def test_quantized_graphs_have_their_rest_in_float16(tmp_path: Path) -> None:
     """Q/DQ pairs change types by themselves: what comes from and goes to float32 needs no cast."""
     constants = PAIR_WEIGHTS | {"sw": np.full(8, 2**-7, np.float32), "ss": np.float32(2**-7), "st": np.float32(2**-7)}
     low, path = hold(tmp_path, parsed(PAIRS, **constants), {"x": weights(3, 8, scale=1)})

@@ -27,7 +27,7 @@ from enginesmith.pipeline.passes.quantize.precision import Precision
 from enginesmith.pipeline.passes.quantize.precisions import WEAK_DB
 from enginesmith.pipeline.passes.quantize.qdq import Settings
 from enginesmith.pipeline.passes.quantize.search import Advice, Candidate, GroupFact, Trial, propose
-from enginesmith.pipeline.passes.quantize.weights import quantise_to_int4
+from enginesmith.pipeline.passes.quantize.weights import quantize_to_int4
 from enginesmith.pipeline.passes.rescale.smooth_quant import Smooth
 from enginesmith.pipeline.system.device import Device
 from enginesmith.pipeline.tasks import graph_forms
@@ -215,9 +215,9 @@ def test_with_all_switches_off_nothing_is_rounded(net: str, corrected: bool, tmp
     ).rounding_inputs()
     (out := tmp_path / "out").mkdir()
     step.apply(inputs[MODEL], out, lambda _: None, {RANGES: inputs[RANGES]})
-    floating, quantised = edit.load(inputs[MODEL].path), edit.load(out / edit.FILE)
-    assert add_switches(floating, quantised) == ("first", "second")
-    edit.save(quantised, out)
+    floating, quantized = edit.load(inputs[MODEL].path), edit.load(out / edit.FILE)
+    assert add_switches(floating, quantized) == ("first", "second")
+    edit.save(quantized, out)
     wanted = run_model(ir.load(inputs[MODEL].path), {"x": X}, optimized=False)["y"]
     with open_activation_capture(out / edit.FILE, ["y"]) as session:
         off, on = (session.run({"x": X, SWITCHES: np.full(2, value)})["y"] for value in (False, True))
@@ -325,10 +325,10 @@ def test_weights_that_are_stored_the_other_way_round_are_turned(outputs: int, tm
     """int4 weights are in blocks along the inputs."""
     text = f"net (float[n, 32] x) => (float[n, {outputs}] y) {{ y = Gemm <transB = 1> (x, w, b) }}"
     weights = {"w": RNG.standard_normal((outputs, 32), np.float32), "b": RNG.standard_normal(outputs, np.float32)}
-    floating, quantised = (parse_graph(text, named=True, **weights) for _ in range(2))
-    quantise_to_int4(quantised, Settings())
-    assert add_switches(floating, quantised) == ("y",)
-    edit.save(quantised, tmp_path)
+    floating, quantized = (parse_graph(text, named=True, **weights) for _ in range(2))
+    quantize_to_int4(quantized, Settings())
+    assert add_switches(floating, quantized) == ("y",)
+    edit.save(quantized, tmp_path)
     x = RNG.standard_normal((4, 32), np.float32)
     with open_activation_capture(tmp_path / edit.FILE, ["y"]) as session:
         found = session.run({"x": x, SWITCHES: np.zeros(1, bool)})["y"]
@@ -349,7 +349,7 @@ def test_outputs_chosen_by_their_values_do_not_count(tmp_path: Path) -> None:
 
 
 def test_weights_that_could_be_fed_are_weights(tmp_path: Path) -> None:
-    """Some graphs list their initialisers among the inputs, too."""
+    """Some graphs list their initializers among the inputs, too."""
     inputs = prepare(tmp_path)
     proto = onnx.load(inputs[MODEL].path)
     proto.graph.input.extend(

@@ -175,7 +175,7 @@ def test_each_output_learns_from_its_own_labels() -> None:
     kind, tone = torch.tensor([0, 1, 2] * 2), torch.tensor([3, 0, 1] * 2)
     loss = losses.Supervised(["kind", "tone"])
     alone = [F.cross_entropy(value, labels).item() for value, labels in zip(outputs, (kind, tone), strict=True)]
-    named = dataclasses.replace(batch(labels=tone), labelled="tone")
+    named = dataclasses.replace(batch(labels=tone), labeled="tone")
     assert loss(student, student, named).item() == pytest.approx(alone[1])
     both = loss(student, student, batch(labels={"tone": tone, "kind": kind, "other": tone}))
     assert both.item() == pytest.approx(sum(alone))

@@ -130,7 +130,7 @@ def test_rows_behind_the_classes_of_a_grid_may_be_anything() -> None:
 
 
 def test_boxes_of_a_grid_are_the_same_after_suppression() -> None:
-    """Centres and extents with a score for each class, every box twice: the second is suppressed."""
+    """Centers and extents with a score for each class, every box twice: the second is suppressed."""
     output, labels = make_boxes(0)
     output = output[:, :2]
     output[:, 1, :4] += 500  # far from the other one

@@ -316,7 +316,7 @@ def disturbed(rng: np.random.Generator, seconds: float, slowed: float, share: fl
 
 
 def test_speedup_is_that_of_calls_that_nobody_disturbed() -> None:
-    """One side suffers more from a busy neighbour than the other: eager's threads wait for each other."""
+    """One side suffers more from a busy neighbor than the other: eager's threads wait for each other."""
     rng = np.random.default_rng(5)
     slow = [disturbed(rng, 2.0, slowed=6.0, share=0.6) for _ in range(40)]
     fast = [disturbed(rng, 1.0, slowed=1.5, share=0.6) for _ in range(40)]

@@ -68,7 +68,7 @@ def test_says_what_it_knows_and_why_not(here: Environment) -> None:
         ({"stolen_seconds": 5.0}, "given 5% of its cores' time to others"),
         ({"memory_limit_bytes": 1 << 30, "memory_limit_left_bytes": 64 << 20}, "only 64 MiB is left"),
         ({"gpus": (busy(clock_limits=("idle", "power limit")),)}, "limited by: power limit"),
-        ({"gpus": (GPU, busy(utilisation_percent=90))}, "cuda:1 is busy"),
+        ({"gpus": (GPU, busy(utilization_percent=90))}, "cuda:1 is busy"),
         ({"gpus": (busy(processes=(GpuProcess(pid=FOREIGN, used_bytes=None),)),)}, f"(process {FOREIGN})"),
         ({"gpus": (busy(mig=True),)}, "MIG"),
     ],

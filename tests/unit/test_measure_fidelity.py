@@ -562,7 +562,7 @@ def test_a_budget_of_less_than_one_sample_is_told(metric: str, max_drop: float, 
 
 
 @pytest.mark.parametrize(
-    ("centre", "dtype", "spans", "passed"),
+    ("center", "dtype", "spans", "passed"),
     [
         (1e9, np.float64, True, False),  # the answers are lost, at an SQNR of 180 dB
         (1e9, np.float64, False, True),  # the range of all answers is not known
@@ -572,10 +572,10 @@ def test_a_budget_of_less_than_one_sample_is_told(metric: str, max_drop: float, 
     ],
 )
 def test_an_engine_with_the_same_answer_for_all_is_wrong_far_from_zero_too(
-    centre: float, dtype: Any, spans: bool, passed: bool
+    center: float, dtype: Any, spans: bool, passed: bool
 ) -> None:
-    wanted = {"y": (centre + np.linspace(-3, 3, 32)).astype(dtype)}
-    given = {"y": np.full(32, centre, dtype)}
-    thresholds = thresholds_for("int8" if centre == 300.0 else "fp32")
+    wanted = {"y": (center + np.linspace(-3, 3, 32)).astype(dtype)}
+    given = {"y": np.full(32, center, dtype)}
+    thresholds = thresholds_for("int8" if center == 300.0 else "fp32")
     found = compare(wanted, given, thresholds, ranges={"y": 6.0} if spans else {})
     assert found.passed == passed

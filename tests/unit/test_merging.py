@@ -45,7 +45,7 @@ def test_engines_of_a_plan_share_what_is_the_same_for_both(monkeypatch: pytest.M
 
 
 def test_what_two_plans_share_is_one_step() -> None:
-    first, second = planned(), planned(precisions=["int8"], quantisation={"search_steps": 1})
+    first, second = planned(), planned(precisions=["int8"], quantization={"search_steps": 1})
     found = names({"first": first, "second": second})
     assert {"first/load", "first/reference", "first/export"} <= found
     assert not {"second/load", "second/reference", "second/export"} & found

@@ -150,7 +150,7 @@ def test_the_whole_state() -> None:
         held_back_by_power_seconds=2.5,
         held_back_by_heat_seconds=0.0,
         performance_state="P0",
-        utilisation_percent=12,
+        utilization_percent=12,
         compute_mode="exclusive process",
         persistence=True,
         ecc=True,

@@ -153,7 +153,7 @@ def test_signature_reads_no_weights(tmp_path: Path) -> None:
     assert [str(spec) for spec in (*signature.inputs, *signature.outputs)] == ["x:float32:batch,4", "y:float32:batch,2"]
 
 
-def test_initialisers_are_no_inputs_and_open_dimensions_get_names(tmp_path: Path) -> None:
+def test_initializers_are_no_inputs_and_open_dimensions_get_names(tmp_path: Path) -> None:
     model = linear()
     model.graph.input.append(helper.make_tensor_value_info("w", TensorProto.FLOAT, [4, 2]))
     model.graph.output[0].type.tensor_type.shape.dim[0].Clear()
@@ -319,7 +319,7 @@ def test_summary_counts_subgraphs(tmp_path: Path) -> None:
         ([np.ones(8, np.int8), np.ones(8, np.float32)], ["DynamicQuantizeLinear"], "int8-dynamic"),
     ],
 )
-def test_precision_is_that_of_most_weights_and_of_quantisation(
+def test_precision_is_that_of_most_weights_and_of_quantization(
     tmp_path: Path, weights: list[Any], operators: list[str], expected: str
 ) -> None:
     value = helper.make_tensor_value_info("x", TensorProto.FLOAT, [1])
@@ -337,7 +337,7 @@ def weight() -> Array:
 
 
 def test_each_channel_has_a_step_of_its_own(weight: Array) -> None:
-    narrow = quantizers.quantise_symmetrically(weight, 0, "int8", "fp32")
+    narrow = quantizers.quantize_symmetrically(weight, 0, "int8", "fp32")
     largest = np.abs(weight).max(axis=(1, 2, 3))
     assert narrow.levels.dtype == np.int8
     assert (np.abs(narrow.levels).max(axis=(1, 2, 3)) == 127).all()
@@ -346,13 +346,13 @@ def test_each_channel_has_a_step_of_its_own(weight: Array) -> None:
 
 
 def test_one_step_for_the_tensor(weight: Array) -> None:
-    narrow = quantizers.quantise_symmetrically(weight, None, "int8", "fp32")
+    narrow = quantizers.quantize_symmetrically(weight, None, "int8", "fp32")
     assert narrow.scale.shape == ()
     assert np.abs(narrow.wide() - weight).max() <= narrow.scale / 2 * 1.001
 
 
 def test_e4m3_takes_the_largest_number_to_448_and_never_beyond(weight: Array) -> None:
-    narrow = quantizers.quantise_symmetrically(weight, 0, "fp8", "fp16")
+    narrow = quantizers.quantize_symmetrically(weight, 0, "fp8", "fp16")
     assert narrow.levels.dtype == ml_dtypes.float8_e4m3fn
     levels = narrow.levels.astype(np.float32)
     assert np.isfinite(levels).all()
@@ -362,13 +362,13 @@ def test_e4m3_takes_the_largest_number_to_448_and_never_beyond(weight: Array) ->
 
 
 def test_scales_of_a_float16_graph_are_float16_numbers_and_none_is_subnormal(weight: Array) -> None:
-    scale = quantizers.quantise_symmetrically(weight * 1e-4, 0, "int8", "fp16").scale
+    scale = quantizers.quantize_symmetrically(weight * 1e-4, 0, "int8", "fp16").scale
     assert (scale == scale.astype(np.float16).astype(np.float32)).all()
     assert scale.min() == np.finfo(np.float16).tiny
 
 
 def test_a_dead_channel_has_a_scale_and_no_levels() -> None:
-    narrow = quantizers.quantise_symmetrically(np.array([[0.0, 0.0], [1.0, -1.0]], np.float32), 0, "int8", "fp32")
+    narrow = quantizers.quantize_symmetrically(np.array([[0.0, 0.0], [1.0, -1.0]], np.float32), 0, "int8", "fp32")
     assert narrow.scale[0] > 0
     assert narrow.levels.tolist() == [[0, 0], [127, -127]]
 
@@ -376,7 +376,7 @@ def test_a_dead_channel_has_a_scale_and_no_levels() -> None:
 def test_the_bias_of_a_nearly_dead_channel_fits_an_int32() -> None:
     weight, bias = np.array([[1e-12, 1.0]], np.float32), np.array([3.0, 3.0], np.float32)
     least = quantizers.least_scale(bias, activation_scale=0.01)
-    narrow = quantizers.quantise_symmetrically(weight, 1, "int8", "fp32", least=least)
+    narrow = quantizers.quantize_symmetrically(weight, 1, "int8", "fp32", least=least)
     levels = quantizers.integer_bias(bias, 0.01 * narrow.scale.astype(np.float64))
     np.testing.assert_allclose(levels * narrow.scale.astype(np.float64) * 0.01, bias, rtol=1e-5)
     assert narrow.levels[0, 1] == 127

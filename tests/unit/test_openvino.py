@@ -28,7 +28,7 @@ from enginesmith.pipeline.engines.triton import Message
 from enginesmith.pipeline.errors import InvalidGraph, MissingCapability, UnsupportedGraph
 from enginesmith.pipeline.frameworks.onnx import model_file
 from enginesmith.pipeline.frameworks.onnx.coverage import compute_coverage
-from enginesmith.pipeline.passes.quantize.qdq import Settings, quantise
+from enginesmith.pipeline.passes.quantize.qdq import Settings, quantize
 from enginesmith.pipeline.planning.planner import plan
 from enginesmith.pipeline.planning.single_stages import precision_steps
 from enginesmith.pipeline.planning.variants import resolve_recipe
@@ -80,7 +80,7 @@ def residual() -> ir.Model:
     return parse_graph(RESIDUAL, zero=np.float32(0), six=np.float32(6), **WEIGHTS)
 
 
-def quantised(
+def quantized(
     make: Callable[[], ir.Model] = residual, feeds: dict[str, Array] = FEEDS, *, signed: bool = False
 ) -> ir.Model:
     """Round it by our rules for OpenVINO, on grids for these feeds."""
@@ -92,7 +92,7 @@ def quantised(
     }
     model = make()
     settings = Settings(placement=OpenVINO.placement, weight_bits=int8_weight_bits(), signed=signed)
-    quantise(model, Ranges(model_sha256="", provenance=NOWHERE, tensors=tensors), settings)
+    quantize(model, Ranges(model_sha256="", provenance=NOWHERE, tensors=tensors), settings)
     return model
 
 
@@ -112,7 +112,7 @@ def test_a_process_that_is_forked_after_a_model_was_closed_can_load_it_again(tmp
 
 def test_all_products_of_our_placement_run_in_int8(tmp_path: Path) -> None:
     """Plain, strided and depthwise convolutions with clamps and a sum, and a matrix product; nothing stays beside."""
-    model = quantised()
+    model = quantized()
     artifact, notes = build(model, tmp_path)
     record = json.loads((artifact.folder / "audit.json").read_text())
     assert (record["products"], record["asked"], record["floating"]) == ({"int8": 5}, 5, [])
@@ -137,7 +137,7 @@ def test_upsampling_runs_in_int8_beside_convolutions_of_the_same_width(tmp_path:
         y = Conv <pads = [1, 1, 1, 1]> (u, v)
     }"""
     more = {"up": RNG.standard_normal((8, 8, 2, 2), np.float32), "v": RNG.standard_normal((8, 8, 3, 3), np.float32)}
-    model = quantised(lambda: parse_graph(text, w0=WEIGHTS["w0"], w1=WEIGHTS["w1"], **more), signed=signed)
+    model = quantized(lambda: parse_graph(text, w0=WEIGHTS["w0"], w1=WEIGHTS["w1"], **more), signed=signed)
     zeros = {node.inputs[2].const_value.dtype for node in model.graph if node.op_type == "QuantizeLinear"}  # type: ignore[union-attr]
     assert (ir.DataType.INT8 in zeros) == signed
     artifact, _ = build(model, tmp_path)
@@ -167,7 +167,7 @@ def test_activations_are_part_of_int8_convolutions(tmp_path: Path, activation: s
     }}"""
     given = {"slope": np.float32([0.2]), "factors": np.linspace(0.5, 2, 8, dtype=np.float32).reshape(8, 1, 1)}
     used = {name: array for name, array in given.items() if name in activation}
-    model = quantised(lambda: parse_graph(text, w0=WEIGHTS["w0"], w1=WEIGHTS["w1"], **used))
+    model = quantized(lambda: parse_graph(text, w0=WEIGHTS["w0"], w1=WEIGHTS["w1"], **used))
     pairs = [node.inputs[0].name for node in model.graph if node.op_type == "QuantizeLinear"]
     assert pairs == ["x", "a"]  # nothing reads the last convolution's output in int8
     artifact, _ = build(model, tmp_path)
@@ -197,7 +197,7 @@ def test_numbers_that_are_moved_are_rounded_once(tmp_path: Path, between: str, r
     given |= {"start": np.array([1]), "end": np.array([4]), "axis": np.array([2]), "shape": np.array([1, 4, 4, 16])}
     used = {name: array for name, array in given.items() if re.search(rf"\b{name}\b", text)}
     feeds = {"x": RNG.standard_normal((1, 4, 8, 8), np.float32)}
-    model = quantised(lambda: parse_graph(text, **used), feeds)
+    model = quantized(lambda: parse_graph(text, **used), feeds)
     assert "".join(node.inputs[0].name for node in model.graph if node.op_type == "QuantizeLinear") == rounded
     artifact, notes = build(model, tmp_path)
     assert notes == (f"products by the type that they run in: {2 + (depth == 8)} int8",)
@@ -212,7 +212,7 @@ def test_numbers_that_are_moved_are_rounded_once(tmp_path: Path, between: str, r
 
 
 def test_floats_where_the_graph_asks_for_int8_are_told(tmp_path: Path) -> None:
-    model = quantised()
+    model = quantized()
     artifact, _ = build(model, tmp_path)
     with OpenVINO().load(artifact, CPU) as session:
         layers = list(module.profiler.read_layers(session.compiled, ()))
@@ -291,7 +291,7 @@ def chain(text: str = CHAIN) -> ir.Model:
 def test_products_of_fixed_sizes_that_follow_each_other_are_right(tmp_path: Path, low: bool) -> None:
     """OpenVINO would read beyond a column that is added to them in int8, and crash where floats are subtracted."""
     given = chain(CHAIN if low else CHAIN.replace("Add(s, c)", "Sub(c, x)"))
-    model = quantised(lambda: given, CHAIN_FEEDS) if low else given
+    model = quantized(lambda: given, CHAIN_FEEDS) if low else given
     artifact, _ = build(model, tmp_path)
     engine, wanted = OpenVINO(fixed_batches=(1,)), run_model(model, CHAIN_FEEDS, optimized=False)["y"]
     options = engine.package_facts(artifact.path, CPU).options
@@ -424,7 +424,7 @@ def test_bf16_needs_its_instructions(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_profile_names_operators_and_their_nodes(tmp_path: Path) -> None:
-    model = quantised()
+    model = quantized()
     artifact, _ = build(model, tmp_path)
     request = ProfileRequest(artifact, CPU, FEEDS, 3, tmp_path, tmp_path / "model.onnx")
     profiled = OpenVINO().profile(request)

@@ -125,7 +125,7 @@ def test_each_maker_of_int8_gets_the_converted_graph(
 ) -> None:
     monkeypatch.setattr("enginesmith.pipeline.planning.planner.require_nncf", lambda: None)
     path = save_old(tmp_path / "old.onnx", "y = Conv(x, v)", 9, v=normal(2, 2, 1, 1))
-    asked: dict[str, Any] = {"precisions": ["int8"], "quantisation": {"quantizers": quantizers}}
+    asked: dict[str, Any] = {"precisions": ["int8"], "quantization": {"quantizers": quantizers}}
     steps = plan(resolve_recipe(make({"model": str(path), "synthetic_calibration": True, **asked}))).steps
     assert [str(step.inputs["model"]) for step in steps if step.id.startswith("precision-")] == ["opset-13"]
 

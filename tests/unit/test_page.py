@@ -1,4 +1,4 @@
-"""report.html as text: whole, self-contained, escaped, and readable in both colour schemes."""
+"""report.html as text: whole, self-contained, escaped, and readable in both color schemes."""
 
 import errno
 import os
@@ -234,15 +234,15 @@ def test_the_files_are_written_anew(some: Run, tmp_path: Path) -> None:
     assert files.write(some, tmp_path / "other", ("json",))[0].read_text() == (tmp_path / "run.json").read_text()
 
 
-def _luminance(colour: str) -> float:
+def _luminance(color: str) -> float:
     """Relative luminance, by WCAG 2.2."""
-    channels = [int(colour[index : index + 2], 16) / 255 for index in (1, 3, 5)]
+    channels = [int(color[index : index + 2], 16) / 255 for index in (1, 3, 5)]
     linear = [value / 12.92 if value <= 0.04045 else ((value + 0.055) / 1.055) ** 2.4 for value in channels]
     return sum(weight * value for weight, value in zip((0.2126, 0.7152, 0.0722), linear, strict=True))
 
 
 def contrast(one: str, other: str) -> float:
-    """Contrast ratio of two colours, by WCAG 2.2."""
+    """Contrast ratio of two colors, by WCAG 2.2."""
     high, low = sorted((_luminance(one), _luminance(other)), reverse=True)
     return (high + 0.05) / (low + 0.05)
 
@@ -255,11 +255,11 @@ def test_contrast_is_that_of_wcag_aa_in_both_schemes_and_in_print() -> None:
     texts += [("text", "good-ground"), ("muted", "caution-ground")]
     texts += [(name, ground) for name in ("good", "bad", "caution") for ground in ("ground", f"{name}-ground")]
     for scheme in schemes:
-        colours = {**schemes[0], **scheme}
+        colors = {**schemes[0], **scheme}
         for text, ground in texts:
-            assert contrast(colours[text], colours[ground]) >= 4.5, (text, ground, colours[text], colours[ground])
-        assert contrast(colours["focus"], colours["ground"]) >= 3
-        assert contrast(colours["muted"], colours["ground"]) >= 3  # borders of controls
+            assert contrast(colors[text], colors[ground]) >= 4.5, (text, ground, colors[text], colors[ground])
+        assert contrast(colors["focus"], colors["ground"]) >= 3
+        assert contrast(colors["muted"], colors["ground"]) >= 3  # borders of controls
 
 
 @pytest.mark.thorough

@@ -33,8 +33,8 @@ def saved(
     opset: int = 23,
     ir_version: int = 10,
 ) -> Path:
-    initialisers = [numpy_helper.from_array(np.asarray(value), name) for name, value in (weights or {}).items()]
-    body = helper.make_graph(nodes, "g", inputs, outputs, initialisers)
+    initializers = [numpy_helper.from_array(np.asarray(value), name) for name, value in (weights or {}).items()]
+    body = helper.make_graph(nodes, "g", inputs, outputs, initializers)
     domains = {node.domain for node in nodes if node.domain}
     imports = [helper.make_opsetid("", opset), *(helper.make_opsetid(domain, 1) for domain in sorted(domains))]
     path = folder / "given.onnx"
@@ -229,7 +229,7 @@ def test_shared_weights_are_not_folded(tmp_path: Path) -> None:
     assert operators(simplified(path)[0]) == ["Gather", "Transpose", "MatMul"]
 
 
-def test_quantisation_of_weights_stays(tmp_path: Path) -> None:
+def test_quantization_of_weights_stays(tmp_path: Path) -> None:
     weights = {"w": np.ones((4, 4), np.int8), "scale": np.float32(0.5), "none": np.int8(0)}
     nodes = [
         helper.make_node("DequantizeLinear", ["w", "scale", "none"], ["real"]),

@@ -489,7 +489,7 @@ def test_a_gpu_of_another_kind_is_reserved_and_a_wait_ends_with_the_run(tmp_path
     assert outcomes.get(timeout=5) == "it was ended"
 
 
-def test_without_labelled_data_fidelity_is_judged_on_data_that_calibration_leaves(tmp_path: Path) -> None:
+def test_without_labeled_data_fidelity_is_judged_on_data_that_calibration_leaves(tmp_path: Path) -> None:
     np.savez(tmp_path / "data.npz", x=np.zeros((4, 3, 224, 224), np.float32))
     tasks = [
         next(step.task for step in planned(**{"model": "resnet18", **values}).steps if step.id == REFERENCE)

@@ -50,8 +50,8 @@ def ids(found: Plan) -> list[str]:
     "values",
     [
         {"precisions": ["fp32", "fp16", "bf16", "int8", "int8+fp16", "int8-dynamic", "fp8", "int4-weights"]},
-        {"precisions": ["int8"], "quantisation": {"equalise": True, "smooth": 0.5}},
-        {"precisions": ["int4-weights"], "quantisation": {"awq": True}, "budgets": {"max_drop": 0.01}},
+        {"precisions": ["int8"], "quantization": {"equalize": True, "smooth": 0.5}},
+        {"precisions": ["int4-weights"], "quantization": {"awq": True}, "budgets": {"max_drop": 0.01}},
         {"precisions": ["int8"], "engines": ["onnxruntime", "tensorrt_rtx"], "targets": ["sm86", "sm89"]},
         {"precisions": ["fp32", "int8"], "graph_optimization": ["basic", "all"], "budgets": {"max_drop": 0.01}},
     ],
@@ -100,8 +100,8 @@ def test_variants_share_calibration_and_the_float_engine() -> None:
     [
         ({"calibration": "digits"}, True),
         ({"model": "unet", "synthetic_calibration": True}, False),
-        ({"calibration": "digits", "quantisation": {"equalise": True}}, False),
-        ({"calibration": "digits", "quantisation": {"smooth": 0.5}}, False),
+        ({"calibration": "digits", "quantization": {"equalize": True}}, False),
+        ({"calibration": "digits", "quantization": {"smooth": 0.5}}, False),
         ({"calibration": "digits", "precisions": ["int8-dynamic"]}, False),
     ],
 )
@@ -155,7 +155,7 @@ def test_each_engine_has_its_own_placement_and_search() -> None:
 
 def test_engines_with_the_same_rules_for_inputs_share_a_ranking() -> None:
     made = planned(engines=["onnxruntime", "openvino"], precisions=["int8"], calibration="digits",
-                   quantisation={"weight_bits": 8})  # fmt: skip
+                   quantization={"weight_bits": 8})  # fmt: skip
     rankings = [step for step in made.steps if step.id.kind == "sensitivity"]
     assert [step.id for step in rankings] == ["sensitivity-int8-asymmetric-w8"]
     steps = {step.id: step for step in made.steps}
@@ -177,7 +177,7 @@ def test_nncf_is_a_variant_beside_our_own(
     made = planned(
         precisions=["int8", "fp16", "int8-dynamic"],
         engines=["onnxruntime", "openvino", "tensorrt_rtx"],
-        quantisation={"quantizers": ["own", "nncf"], "weight_bits": 7, "keep": ["fc"]},
+        quantization={"quantizers": ["own", "nncf"], "weight_bits": 7, "keep": ["fc"]},
         targets=["sm86"],
     )
     by_nncf = {variant.id: variant for variant in made.variants if variant.name.quantizer}
@@ -199,7 +199,7 @@ def test_nncf_is_a_variant_beside_our_own(
 def test_without_nncf_the_remedy_installs_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(software, "version", lambda name: None)
     with pytest.raises(MissingCapability, match="needs NNCF") as raised:
-        planned(precisions=["int8"], quantisation={"quantizers": ["nncf"]})
+        planned(precisions=["int8"], quantization={"quantizers": ["nncf"]})
     assert re.match(r"pip install \S*nncf", raised.value.remedy)
     assert [variant.id for variant in planned(precisions=["int8"]).variants] == ["onnxruntime-int8"]
 
@@ -210,16 +210,16 @@ def test_without_nncf_the_remedy_installs_it(monkeypatch: pytest.MonkeyPatch) ->
         ({"precisions": ["fp16"]}, "no effect without --precision int8"),
         ({"precisions": ["int8"], "engines": ["tensorrt_rtx"]}, "no effect on tensorrt_rtx"),
         ({"precisions": ["int8"], "engines": ["onnxruntime_tensorrt"]}, "no effect on onnxruntime_tensorrt"),
-        ({"precisions": ["int8"], "quantisation": {"quantizers": ["nncv"]}}, "quantizers"),
+        ({"precisions": ["int8"], "quantization": {"quantizers": ["nncv"]}}, "quantizers"),
         *(
             (
-                {"precisions": ["int8"], "quantisation": {"quantizers": ["nncf"], field: value}},
+                {"precisions": ["int8"], "quantization": {"quantizers": ["nncf"], field: value}},
                 f"{option} has no effect",
             )
             for field, value, option in (
                 ("ranges", "entropy", "--ranges"),
                 ("smooth", 0.5, "--smooth"),
-                ("equalise", True, "--equalize"),
+                ("equalize", True, "--equalize"),
                 ("placement", "openvino", "--placement"),
             )
         ),
@@ -227,18 +227,18 @@ def test_without_nncf_the_remedy_installs_it(monkeypatch: pytest.MonkeyPatch) ->
 )
 def test_nncf_has_to_have_an_effect(values: dict[str, Any], message: str) -> None:
     with pytest.raises(UsageError, match=message):
-        make({"model": "digits", "quantisation": {"quantizers": ["nncf"]}, **values})
+        make({"model": "digits", "quantization": {"quantizers": ["nncf"]}, **values})
 
 
-@pytest.mark.parametrize("more", [{"precisions": ["int8", "fp8"]}, {"quantisation": {"quantizers": ["own", "nncf"]}}])
+@pytest.mark.parametrize("more", [{"precisions": ["int8", "fp8"]}, {"quantization": {"quantizers": ["own", "nncf"]}}])
 def test_options_that_our_own_graphs_read_may_stand_beside_nncf(more: dict[str, Any]) -> None:
-    quantisation = {"quantizers": ["nncf"], **more.get("quantisation", {}), "smooth": 0.5}
-    recipe = make({"model": "digits", "precisions": ["int8"], **more, "quantisation": quantisation})
-    assert recipe.quantisation.smooth == 0.5
+    quantization = {"quantizers": ["nncf"], **more.get("quantization", {}), "smooth": 0.5}
+    recipe = make({"model": "digits", "precisions": ["int8"], **more, "quantization": quantization})
+    assert recipe.quantization.smooth == 0.5
 
 
 def test_statistics_are_taken_again_after_the_float_graph_was_changed() -> None:
-    steps = {one.id: one for one in planned(precisions=["int8"], quantisation={"equalise": True, "smooth": 0.5}).steps}
+    steps = {one.id: one for one in planned(precisions=["int8"], quantization={"equalize": True, "smooth": 0.5}).steps}
     made = steps["precision-int8-onnxruntime"]
     assert made.inputs["model"] == steps[made.inputs["ranges"]].inputs["model"]
     assert made.inputs["model"] not in ("simplify", "export")
@@ -299,14 +299,14 @@ def test_a_graph_is_not_written_where_a_stage_before_it_was_wrong(
 
     def run_steps(steps: list[Step], *rest: Any) -> dict[str, Outcome]:
         def end(step: Step) -> Outcome:
-            wrong = "an SQNR of 14.1 dB" if step.id == "verify-equalise" else ""
+            wrong = "an SQNR of 14.1 dB" if step.id == "verify-equalize" else ""
             made = Artifact(kind="record", path=tmp_path / "records.json", sha256="", bytes=0, rejected=wrong)
             return Outcome(step.id, "done", made)
 
         return {step.id: end(step) for step in steps}
 
     monkeypatch.setattr(stages, "run_steps", run_steps)
-    wanted = {"precisions": ["int8"], "calibration": "digits", "quantisation": {"equalise": True}}
+    wanted = {"precisions": ["int8"], "calibration": "digits", "quantization": {"equalize": True}}
     with pytest.raises(FidelityError, match=r"14\.1 dB"):
         stages.precision(make({"model": "digits", **wanted}), tmp_path / "out.onnx", Settings())
     assert not (tmp_path / "out.onnx").exists()
@@ -358,7 +358,7 @@ def test_a_metric_is_not_computed_where_outputs_differ_too_much(
 TRAINED: dict[str, Any] = {"precisions": ["int8"], "engines": ["onnxruntime"], "calibration": "digits"}
 
 
-def test_an_int8_graph_is_trained_after_all_of_it_is_quantised() -> None:
+def test_an_int8_graph_is_trained_after_all_of_it_is_quantized() -> None:
     found = planned(**TRAINED, recover="distil")
     assert [variant.id for variant in found.variants] == ["onnxruntime-int8", "onnxruntime-int8-qat"]
     trained = found.variants[1]
@@ -379,8 +379,8 @@ def test_an_int8_graph_is_trained_after_all_of_it_is_quantised() -> None:
     assert not trained.search
 
 
-def test_training_alone_makes_only_trials_with_everything_quantised() -> None:
-    found = planned(**TRAINED, recover="distil", quantisation={"quantizers": ["qat"]})
+def test_training_alone_makes_only_trials_with_everything_quantized() -> None:
+    found = planned(**TRAINED, recover="distil", quantization={"quantizers": ["qat"]})
     assert [variant.id for variant in found.variants] == ["onnxruntime-int8-qat"]
     searches = [name for name in ids(found) if name.startswith("search-")]
     assert searches == [f"search-int8-onnxruntime-{number}" for number in (1, 2, 3)]
@@ -447,7 +447,7 @@ def test_a_search_that_prunes_and_trains_does_not_train_what_is_pruned_in_int8()
 
 def test_trainings_of_pruned_models_are_steps_of_their_own() -> None:
     asked: dict[str, Any] = {**TRAINED, "recover": "distil", "prune": ["macs=-50%"], "sparsity": ["2:4"]}
-    found = planned(**asked, quantisation={"quantizers": ["qat"]})
+    found = planned(**asked, quantization={"quantizers": ["qat"]})
     (last,) = (variant for variant in found.variants if variant.prune and variant.sparsity)
     assert len(last.recovered) == 3
     for variant in found.variants:
@@ -482,7 +482,7 @@ def test_time_to_prune_in_a_search_is_none_to_train_in_int8() -> None:
     ("values", "message"),
     [
         ({"recover": "distil", "calibration": "digits"}, "trains what is pruned, sparse or in int8, and nothing is"),
-        ({"quantisation": {"quantizers": ["qat"]}, "calibration": "digits"}, "no effect without --precision int8"),
+        ({"quantization": {"quantizers": ["qat"]}, "calibration": "digits"}, "no effect without --precision int8"),
     ],
 )
 def test_training_of_nothing_is_refused(values: dict[str, Any], message: str) -> None:
@@ -491,12 +491,12 @@ def test_training_of_nothing_is_refused(values: dict[str, Any], message: str) ->
 
 
 @pytest.mark.parametrize(
-    ("quantisation", "corrections"),
+    ("quantization", "corrections"),
     [({}, (False, True)), ({"bias_correction": True}, (True,)), ({"ranges": "mse"}, (False,))],
 )
 def test_a_search_may_correct_biases_unless_the_recipe_decides(
-    quantisation: dict[str, Any], corrections: tuple[bool, ...]
+    quantization: dict[str, Any], corrections: tuple[bool, ...]
 ) -> None:
-    steps = planned(precisions=["int8"], engines=["onnxruntime"], quantisation=quantisation).steps
+    steps = planned(precisions=["int8"], engines=["onnxruntime"], quantization=quantization).steps
     found = {step.task.corrections for step in steps if isinstance(step.task, Search)}
     assert found == {corrections}

@@ -56,7 +56,7 @@ def needs(*names: str) -> Judge:
     return lambda candidate: (set(names) <= candidate.kept, float(len(set(names) - candidate.kept)), None)
 
 
-def test_one_trial_where_everything_can_be_quantised() -> None:
+def test_one_trial_where_everything_can_be_quantized() -> None:
     trials = run(groups(30, 20, 10), lambda candidate: (True, 0.0, None))
     assert [(trial.phase, trial.kept) for trial in trials] == [("everything", ())]
 

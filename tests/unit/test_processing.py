@@ -113,16 +113,16 @@ def test_argmax_gives_one_class_for_each_place(tmp_path: Path) -> None:
 
 
 def draw_boxes(count: int, classes: int) -> tuple[Array, Array]:
-    """Draw centres, extents and scores of two images: many boxes overlap."""
-    centres = RNG.uniform(0, 30, (2, count, 2))
+    """Draw centers, extents and scores of two images: many boxes overlap."""
+    centers = RNG.uniform(0, 30, (2, count, 2))
     extents = RNG.uniform(4, 12, (2, count, 2))
     scores = RNG.uniform(0, 1, (2, classes, count))
-    return np.concatenate([centres, extents], 2).astype(np.float32), scores.astype(np.float32)
+    return np.concatenate([centers, extents], 2).astype(np.float32), scores.astype(np.float32)
 
 
 @pytest.mark.parametrize("options", ["nms", "nms=iou:0.3,score:0.01,max:7", "sigmoid,nms=max:2000,score:0.6,iou:0.9"])
 @pytest.mark.parametrize("boxes", ["60", "cells"])
-def test_one_output_with_centres_is_suppressed_as_in_onnx(tmp_path: Path, options: str, boxes: str) -> None:
+def test_one_output_with_centers_is_suppressed_as_in_onnx(tmp_path: Path, options: str, boxes: str) -> None:
     found, scores = draw_boxes(60, 3)
     value = np.concatenate([found.transpose(0, 2, 1), scores], 1)
     (table,) = compare(tmp_path, request(append=options), {"x": value}, f"x:float32:batch,7,{boxes}")

@@ -1,4 +1,4 @@
-"""ONNX Runtime's profiler, and whose work the nodes of its optimised graphs do: on graphs that it optimises here."""
+"""ONNX Runtime's profiler, and whose work the nodes of its optimized graphs do: on graphs that it optimizes here."""
 
 from pathlib import Path
 from typing import Any
@@ -31,7 +31,7 @@ BLOCK = """g (float[N,16,8,8] x) => (float[N,10] y) {
 MODULES = {"first": "block.bn1", "second": "block.bn2", "head": "head"} | dict.fromkeys(
     ("first_relu", "sum", "last_relu"), "block"
 )
-QUANTISED = """g (float[N,16,8,8] x) => (float[N,16,8,8] y) {
+QUANTIZED = """g (float[N,16,8,8] x) => (float[N,16,8,8] y) {
     [q0] xq = QuantizeLinear(x, s, z) [d0] xd = DequantizeLinear(xq, s, z)
     [dw1] w1 = DequantizeLinear(model__one__weight, s, z)
     [one] a = Conv <pads = [1,1,1,1]> (xd, w1) [relu] b = Relu(a)
@@ -113,12 +113,12 @@ def test_times_are_those_of_a_call(fused: Profiled) -> None:
     assert fused.call_seconds > 1e-4 or "microseconds" in fused.notes[0]
 
 
-def test_quantised_kernels_are_on_their_modules_and_qdq_counts_as_conversion(tmp_path: Path) -> None:
+def test_quantized_kernels_are_on_their_modules_and_qdq_counts_as_conversion(tmp_path: Path) -> None:
     draw = np.random.default_rng(0).integers
     weights = {f"model.{name}.weight": draw(-9, 9, (16, 16, 3, 3)).astype(np.int8) for name in ("one", "two")}
     constants = {**weights, "s": np.float32(0.1), "z": np.int8(0), "low": np.int8(-128)}
     rows = by_module(
-        profile(write(tmp_path, QUANTISED, constants, {"one": "one", "two": "two", "relu": "act"}), tmp_path)
+        profile(write(tmp_path, QUANTIZED, constants, {"one": "one", "two": "two", "relu": "act"}), tmp_path)
     )
     (one,) = [found for found in rows["one",] if not found.origin.converts]
     assert (one.operator, one.precision, one.origin.also) == ("QLinearConv", "int8", {"act": ("Relu",)})

@@ -96,9 +96,9 @@ def test_merged_products_belong_to_all_of_their_modules(tmp_path: Path) -> None:
 def test_light_kernels_do_not_count_as_the_product_that_they_prepare(tmp_path: Path) -> None:
     nodes = {"image_QuantizeLinear": ("QuantizeLinear", ""), "node_Conv_806": ("Conv", "stem.conv")}
     layers = found("int8", nodes, tmp_path)
-    quantise, product = layers["__myl_MulMinMaxRounCastConc_myl0_0"], layers["node_Conv_806_myl0_1"]
-    assert quantise.origin.converts
-    assert not quantise.origin.multiplies
+    quantize, product = layers["__myl_MulMinMaxRounCastConc_myl0_0"], layers["node_Conv_806_myl0_1"]
+    assert quantize.origin.converts
+    assert not quantize.origin.multiplies
     assert product.origin.modules == ("stem.conv",)
     assert product.origin.multiplies
     assert product.precision == "int8"

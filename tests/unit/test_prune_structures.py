@@ -72,7 +72,7 @@ def flattened() -> nn.Module:
     return nn.Sequential(nn.Conv2d(3, 8, 3), nn.ReLU(), nn.Flatten(), nn.Linear(8 * 36, 16), nn.Linear(16, 3))
 
 
-def normalised() -> nn.Module:
+def normalized() -> nn.Module:
     return nn.Sequential(nn.Conv2d(3, 16, 1), nn.GroupNorm(4, 16), nn.ReLU(), nn.Conv2d(16, 8, 1), head(8))
 
 
@@ -98,7 +98,7 @@ def gated() -> nn.Module:
     return Of(forward, both=nn.Linear(64, 32), out=nn.Linear(16, 3))
 
 
-STRUCTURES = {one.__name__: one for one in (grouped, squeezed, dense, transposed, flattened, normalised)}
+STRUCTURES = {one.__name__: one for one in (grouped, squeezed, dense, transposed, flattened, normalized)}
 STRUCTURES |= {one.__name__: one for one in (without_weights, shared, gated)}
 
 
@@ -270,7 +270,7 @@ def test_a_note_names_narrow_widths_of_earlier_steps_too() -> None:
     assert all(f"{root} (" in done.notes[0] for root in narrow)
 
 
-def test_a_forward_that_a_normalisation_was_given_is_still_there() -> None:
+def test_a_forward_that_a_normalization_was_given_is_still_there() -> None:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(16, 32), nn.LayerNorm(32), nn.Linear(32, 3))
     wrapped = model[1].forward

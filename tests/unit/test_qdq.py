@@ -12,7 +12,7 @@ import pytest
 
 from enginesmith.calibration.ranges import METHODS
 from enginesmith.pipeline.errors import InvalidGraph, UsageError
-from enginesmith.pipeline.passes.quantize.qdq import Settings, quantise
+from enginesmith.pipeline.passes.quantize.qdq import Settings, quantize
 from enginesmith.pipeline.passes.quantize.quantizers import add_to_bias
 from enginesmith.pipeline.tensors import Array
 from graphs import count_kernels, parse_graph
@@ -94,7 +94,7 @@ def test_signed_grids_are_around_zero_where_both_signs_occur() -> None:
 
 def test_what_hands_numbers_on_has_one_grid() -> None:
     model = residual()
-    quantise(model, ranges(residual(), p0=(0.0, 0.1), f=(0.0, 0.1)), CPU)
+    quantize(model, ranges(residual(), p0=(0.0, 0.1), f=(0.0, 0.1)), CPU)
     assert grid(model, "r0") == grid(model, "p0")
     assert grid(model, "g") == grid(model, "f")
     assert grid(model, "r2") != grid(model, "g")
@@ -184,7 +184,7 @@ def test_groups_are_left_with_the_reason(settings: Settings, change: dict[str, A
         else:
             tensors[name] = tensors[name].model_copy(update=update)
     model = parse_graph(RESIDUAL, **{**RESIDUAL_WEIGHTS, "w0": change.get("weight", RESIDUAL_WEIGHTS["w0"])})
-    found = quantise(model, ranges(residual()).model_copy(update={"tensors": tensors}), settings)
+    found = quantize(model, ranges(residual()).model_copy(update={"tensors": tensors}), settings)
     assert reason in found.left["Conv_0"]
     assert "Conv_0" not in {group.name for group in found.done}
     assert find_node(model, "c0").inputs[1].name == "w0"  # type: ignore[union-attr]
@@ -195,33 +195,33 @@ def test_groups_are_left_with_the_reason(settings: Settings, change: dict[str, A
 def test_a_reshaped_value_has_the_range_of_what_it_was() -> None:
     known = ranges(residual())
     tensors = {name: found for name, found in known.tensors.items() if name != "f"}
-    found = quantise(residual(), known.model_copy(update={"tensors": tensors}), GPU)
+    found = quantize(residual(), known.model_copy(update={"tensors": tensors}), GPU)
     assert not found.left
 
 
 def test_refusals() -> None:
     model, _ = make_quantized(residual, GPU)
     with pytest.raises(InvalidGraph, match="quantized already"):
-        quantise(model, ranges(residual()), GPU)
+        quantize(model, ranges(residual()), GPU)
     half = {name: array.astype(np.float16) for name, array in RESIDUAL_WEIGHTS.items()}
     with pytest.raises(InvalidGraph, match="float16, and int8 is made of a float32 graph"):
-        quantise(parse_graph(RESIDUAL.replace("float[", "float16["), **half), ranges(residual()), GPU)
+        quantize(parse_graph(RESIDUAL.replace("float[", "float16["), **half), ranges(residual()), GPU)
     with pytest.raises(InvalidGraph, match="no product that can be in int8"):
-        quantise(parse_graph("net (float[4] x) => (float[4] y) { y = Relu(x) }"), ranges(residual()), GPU)
+        quantize(parse_graph("net (float[4] x) => (float[4] y) { y = Relu(x) }"), ranges(residual()), GPU)
     with pytest.raises(InvalidGraph, match="two activations"):
-        quantise(parse_graph("net (float[4, 4] x) => (float[4, 4] y) { y = MatMul(x, x) }"), ranges(residual()), GPU)
+        quantize(parse_graph("net (float[4, 4] x) => (float[4, 4] y) { y = MatMul(x, x) }"), ranges(residual()), GPU)
     other = ranges(parse_graph("net (float[4] q) => (float[4] o) { o = Relu(q) }"))
     with pytest.raises(UsageError, match="of another model"):
-        quantise(residual(), other, GPU)
+        quantize(residual(), other, GPU)
     with pytest.raises(UsageError, match=r"'c0'.*no such products"):
-        quantise(residual(), ranges(residual()), replace(GPU, keep=frozenset(["c0"])))
+        quantize(residual(), ranges(residual()), replace(GPU, keep=frozenset(["c0"])))
 
 
 @pytest.mark.parametrize("placement", ["inputs+outputs", "inputs"])
 def test_fp8_has_its_own_grid(placement: Any) -> None:
     model = parse_graph(RESIDUAL, opset=19, **RESIDUAL_WEIGHTS)
     known = ranges(residual())
-    quantise(model, known, replace(GPU, number="fp8", placement=placement, method="mse"))
+    quantize(model, known, replace(GPU, number="fp8", placement=placement, method="mse"))
     onnx.checker.check_model(ir.to_proto(model), full_check=True)
     scale, zero, dtype = grid(model, "p0")
     assert (zero, dtype) == (0, ml_dtypes.float8_e4m3fn)
@@ -232,7 +232,7 @@ def test_fp8_has_its_own_grid(placement: Any) -> None:
 def test_scales_fit_what_the_rest_becomes() -> None:
     tiny = ranges(residual(), p0=(0.0, 1e-4), x=(-1.0, 1 / 3))
     model = residual()
-    quantise(model, tiny, replace(GPU, rest="fp16"))
+    quantize(model, tiny, replace(GPU, rest="fp16"))
     assert (grid(model, "p0")[0], grid(model, "x")[0]) == (np.finfo(np.float16).tiny, float(np.float16(1 / 127)))
     assert model.graph.opset_imports[""] >= 19
 
@@ -246,7 +246,7 @@ def test_corrections_are_added_to_biases() -> None:
             add_to_bias(node, np.full(8, 0.5, np.float32))
 
     model = residual()
-    quantise(model, ranges(residual()), GPU, correct)
+    quantize(model, ranges(residual()), GPU, correct)
     assert {output: shape for output, (shape, _) in seen.items()}["c2"] == (8, 1, 3, 3)
     assert all(0 < error < 0.02 for _, error in seen.values())
     biases = {output: find_node(model, output).inputs[2].const_value.numpy() for output in ("c0", "c1", "c2", "s", "y")}  # type: ignore[union-attr]
@@ -270,7 +270,7 @@ def test_graphs_as_exporters_leave_them() -> None:
     )
     known = ranges(parse_graph("net (float[1, 2] x) => (float[1, 2] a, float[1, 2] b) { a = Relu(x) b = Relu(x) }"))
     model = ir.from_proto(proto)
-    found = quantise(model, known, GPU)
+    found = quantize(model, known, GPU)
     assert [group.weight for group in found.done] == ["w", "v", "w"]
     assert [value.name for value in model.graph.inputs] == ["x"]
     onnx.checker.check_model(ir.to_proto(model), full_check=True)
@@ -287,7 +287,7 @@ def test_methods_give_their_own_ranges() -> None:
     amax = {"minmax": 4.0, "percentile": 3.0, "entropy": 2.0, "mse": 1.0}
     tensors = {**known.tensors, "x": known.tensors["x"].model_copy(update={"amax": amax})}
     model = residual()
-    quantise(model, known.model_copy(update={"tensors": tensors}), replace(GPU, method="entropy"))
+    quantize(model, known.model_copy(update={"tensors": tensors}), replace(GPU, method="entropy"))
     np.testing.assert_allclose(grid(model, "x")[0], 2 / 127, rtol=1e-6)
 
 

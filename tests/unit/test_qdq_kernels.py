@@ -197,7 +197,7 @@ _UNEVEN = random(8, 8, 1, 1) * _FACTORS.reshape(-1, 1, 1, 1)
     ],
 )
 def test_a_float_weight_between_pairs_stays_one(kept: str, weight: Array, tmp_path: Path) -> None:
-    """ONNX Runtime rounds it to int8 with one scale, if its product reads what one scale dequantises."""
+    """ONNX Runtime rounds it to int8 with one scale, if its product reads what one scale dequantizes."""
     last = random(8, 8, 1, 1) / _FACTORS.reshape(1, -1, 1, 1)
     weights = {"w0": random(8, 8, 1, 1), "b0": random(8), "w1": weight, "w2": last}
     weights |= {"b1": random(8) * _FACTORS} if "b1" in kept else {}
@@ -251,15 +251,15 @@ def test_a_float_gemm_of_a_transposed_input_reads_a_scale_for_each_row() -> None
     run_model(model, feeds(model))
 
 
-@pytest.mark.parametrize(("shape", "quantised"), [((4, 1), False), ((1, 4), True), ((4,), True)])
-def test_a_bias_is_one_number_for_each_column(shape: tuple[int, ...], quantised: bool) -> None:
+@pytest.mark.parametrize(("shape", "quantized"), [((4, 1), False), ((1, 4), True), ((4,), True)])
+def test_a_bias_is_one_number_for_each_column(shape: tuple[int, ...], quantized: bool) -> None:
     weights = {"w": random(8, 4), "c": 10 * np.arange(4, dtype=np.float32).reshape(shape)}
 
     def make() -> ir.Model:
         return parse_graph("net (float[4, 8] x) => (float[4, 4] y) { y = Gemm (x, w, c) }", **weights)
 
     model, found = make_quantized(make, RUNNABLE)
-    assert bool(found.done) == quantised
+    assert bool(found.done) == quantized
     exact, other = (run_model(each, feeds(model))["y"] for each in (make(), model))
     assert sqnr_db(exact, other) > 40
 
@@ -316,7 +316,7 @@ def answer_as_engine(path: Path, inputs: dict[str, Array]) -> Array:
 def test_onnx_runtime_computes_pairs_of_float8_as_they_are(
     net: str, between: str, scale: float, tmp_path: Path
 ) -> None:
-    """Its optimisations for pairs of integers drop a Relu before them, lose biases, and end loading."""
+    """Its optimizations for pairs of integers drop a Relu before them, lose biases, and end loading."""
     text, kernel = net.replace("BETWEEN", between), (1, 1) if "Conv" in net else ()
     weights = {"w": random(8, 8, *kernel), "b": random(8) + 1, "v": random(8, 8, *kernel)}
     weights |= {"low": np.zeros((), np.float32), "high": np.ones((), np.float32)}

@@ -1,4 +1,4 @@
-"""Operators in few bits; int4 weights in blocks, activations quantised as they come, errors side by side."""
+"""Operators in few bits; int4 weights in blocks, activations quantized as they come, errors side by side."""
 
 from pathlib import Path
 from typing import Any
@@ -27,7 +27,7 @@ from enginesmith.pipeline.passes.quantize.layerwise_error import (
 from enginesmith.pipeline.passes.quantize.precision import keep_clamps_apart
 from enginesmith.pipeline.passes.quantize.qdq import Settings
 from enginesmith.pipeline.passes.quantize.quantizers import add_to_bias
-from enginesmith.pipeline.passes.quantize.weights import quantise_dynamically, quantise_to_int4
+from enginesmith.pipeline.passes.quantize.weights import quantize_dynamically, quantize_to_int4
 from enginesmith.pipeline.system.cpu import int8_weight_bits
 from enginesmith.pipeline.tensors import Array
 from graphs import count_kernels, parse_graph, run_model, sqnr_db
@@ -74,7 +74,7 @@ def test_what_a_group_is() -> None:
         ('y = Einsum <equation = "ab,bc->ac"> (x, w)', "Einsum"),
     ],
 )
-def test_why_there_is_no_quantised_form(body: str, reason: str) -> None:
+def test_why_there_is_no_quantized_form(body: str, reason: str) -> None:
     model = parse_graph(
         f"net (float[4, 4] x) => (float[4, 4] y) {{ {body} }}", w=ones(4, 4), half=np.ones((4, 4), np.float16)
     )
@@ -149,7 +149,7 @@ NET_WEIGHTS: dict[str, Any] = {"a": random(256, 96), "b": random(100, 96), "c": 
 
 def test_matrices_become_blocks_that_onnx_runtime_multiplies_with(tmp_path: Path) -> None:
     model = parse_graph(NET, **NET_WEIGHTS)
-    done = quantise_to_int4(model, Settings())
+    done = quantize_to_int4(model, Settings())
     assert keep_clamps_apart(model) == 1
     onnx.checker.check_model(ir.to_proto(model), full_check=True)
     assert [group.operator for group in done.done] == ["MatMul", "Gemm"]
@@ -166,7 +166,7 @@ def test_an_old_graph_is_converted_for_int4() -> None:
     model = parse_graph(NET, opset=17, **NET_WEIGHTS)
     model.ir_version = 8
     assert convert_opset(model, 21)
-    quantise_to_int4(model, Settings())
+    quantize_to_int4(model, Settings())
     assert model.graph.opset_imports[""] >= 21
     assert model.ir_version >= 10
     onnx.checker.check_model(ir.to_proto(model), full_check=True)
@@ -183,7 +183,7 @@ def test_ranges_weigh_the_inputs() -> None:
     found = []
     for channels in ({}, {"x": known}):
         model = parse_graph(text, a=NET_WEIGHTS["a"])
-        quantise_to_int4(model, Settings(), Ranges(model_sha256="", provenance=nowhere, tensors={}, channels=channels))
+        quantize_to_int4(model, Settings(), Ranges(model_sha256="", provenance=nowhere, tensors={}, channels=channels))
         exact = run_model(parse_graph(text, a=NET_WEIGHTS["a"]), {"x": x})["y"]
         found.append(sqnr_db(exact, run_model(model, {"x": x})["y"]))
     assert found[1] > found[0] + 0.5
@@ -191,11 +191,11 @@ def test_ranges_weigh_the_inputs() -> None:
 
 def test_what_is_kept_or_has_no_matrix() -> None:
     model = parse_graph(NET, **NET_WEIGHTS)
-    done = quantise_to_int4(model, Settings(keep=frozenset(["MatMul_0"])))
+    done = quantize_to_int4(model, Settings(keep=frozenset(["MatMul_0"])))
     assert [group.name for group in done.done] == ["Gemm_1"]
     text = "net (float[1, 4, 8, 8] x) => (float[1, 4, 8, 8] y) { y = Conv(x, w) }"
     with pytest.raises(InvalidGraph, match="MatMul, Gemm with a constant float32 weight can"):
-        quantise_to_int4(parse_graph(text, w=np.ones((4, 4, 1, 1), np.float32)), Settings())
+        quantize_to_int4(parse_graph(text, w=np.ones((4, 4, 1, 1), np.float32)), Settings())
 
 
 def test_corrections_see_weights_as_the_node_reads_them() -> None:
@@ -208,7 +208,7 @@ def test_corrections_see_weights_as_the_node_reads_them() -> None:
             add_to_bias(node, np.full(100, 3.0))
 
     model = parse_graph(NET, **NET_WEIGHTS)
-    quantise_to_int4(model, Settings(), correct=correct)
+    quantize_to_int4(model, Settings(), correct=correct)
     assert seen == [(256, 96), (100, 96)]
     bias = next(node for node in model.graph if node.op_type == "Gemm").inputs[2]
     np.testing.assert_allclose(bias.const_value.numpy(), NET_WEIGHTS["c"] + 3, rtol=1e-6)  # type: ignore[union-attr]
@@ -244,12 +244,12 @@ RUNNABLE = Settings(weight_bits=int8_weight_bits())
 def test_matrix_products_become_integer_kernels(tmp_path: Path) -> None:
     x = RNG.standard_normal((3, 6, 32)).astype(np.float32)
     model = parse_graph(ENCODER, **ENCODER_WEIGHTS)
-    done = quantise_dynamically(model, RUNNABLE)
+    done = quantize_dynamically(model, RUNNABLE)
     onnx.checker.check_model(ir.to_proto(model), full_check=True)
     assert not done.left
     assert len(done.done) == 4
-    quantisers = [node for node in model.graph if node.op_type == "DynamicQuantizeLinear"]
-    assert len(quantisers) == 3, "what two products read is quantised once"
+    quantizers = [node for node in model.graph if node.op_type == "DynamicQuantizeLinear"]
+    assert len(quantizers) == 3, "what two products read is quantized once"
     found = count_kernels(model, {"x": x}, tmp_path)
     assert found["MatMulIntegerToFloat"] + found["DynamicQuantizeMatMul"] == 4
     assert not {"MatMul", "Gemm", "Cast"} & set(found)
@@ -259,7 +259,7 @@ def test_matrix_products_become_integer_kernels(tmp_path: Path) -> None:
 
 def test_values_and_products_keep_their_names() -> None:
     model = parse_graph(ENCODER, **ENCODER_WEIGHTS)
-    quantise_dynamically(model, Settings())
+    quantize_dynamically(model, Settings())
     values = {value.name for node in model.graph for value in node.outputs}
     assert {"q", "k", "g", "p"} <= values
     assert {"MatMul_0", "Gemm_5"} <= {node.name for node in model.graph if node.op_type == "MatMulInteger"}
@@ -272,7 +272,7 @@ def test_an_lstm_becomes_the_kernel_of_onnx_runtime(tmp_path: Path) -> None:
     weights = {"w": random(2, 40, 12), "r": random(2, 40, 10), "b": random(2, 80)}
     x = RNG.standard_normal((7, 2, 12)).astype(np.float32)
     model = parse_graph(text, **weights)
-    done = quantise_dynamically(model, Settings())
+    done = quantize_dynamically(model, Settings())
     onnx.checker.check_model(ir.to_proto(model), full_check=True)
     assert [group.operator for group in done.done] == ["LSTM"]
     assert count_kernels(model, {"x": x}, tmp_path)["DynamicQuantizeLSTM"] == 1
@@ -282,7 +282,7 @@ def test_an_lstm_becomes_the_kernel_of_onnx_runtime(tmp_path: Path) -> None:
 
 def test_seven_bits() -> None:
     model = parse_graph(ENCODER, **ENCODER_WEIGHTS)
-    quantise_dynamically(model, Settings(weight_bits=7))
+    quantize_dynamically(model, Settings(weight_bits=7))
     numbers = {str(name): value.const_value.numpy() for name, value in model.graph.initializers.items()}  # type: ignore[union-attr]
     assert np.abs(numbers["wq_quantized"].astype(int)).max() == 63
 
@@ -308,7 +308,7 @@ def test_what_is_left_and_why(body: str, reason: str) -> None:
         last=random(64, 4),
         shape=np.array([4, 4, 4, -1]),
     )
-    done = quantise_dynamically(model, Settings())
+    done = quantize_dynamically(model, Settings())
     assert [reason in why for why in done.left.values()] == [True]
     assert len(done.done) == 1
 
@@ -316,7 +316,7 @@ def test_what_is_left_and_why(body: str, reason: str) -> None:
 def test_a_graph_of_convolutions_is_refused() -> None:
     model = parse_graph("net (float[1, 4, 8, 8] x) => (float[1, 4, 8, 8] y) { y = Conv(x, w) }", w=random(4, 4, 1, 1))
     with pytest.raises(InvalidGraph, match="no product that can be in int8-dynamic"):
-        quantise_dynamically(model, Settings())
+        quantize_dynamically(model, Settings())
 
 
 def test_corrections_see_weights_as_they_were() -> None:
@@ -330,7 +330,7 @@ def test_corrections_see_weights_as_they_were() -> None:
             add_to_bias(node, np.full(24, 1.0))
 
     model = parse_graph(ENCODER, **ENCODER_WEIGHTS)
-    quantise_dynamically(model, RUNNABLE, correct)
+    quantize_dynamically(model, RUNNABLE, correct)
     assert seen == [(32, 32), (32, 32), (24, 32), (24, 8)]
     exact = parse_graph(ENCODER, **{**ENCODER_WEIGHTS, "bg": ENCODER_WEIGHTS["bg"] + 0.5})
     x = RNG.standard_normal((3, 6, 32)).astype(np.float32)
@@ -339,7 +339,7 @@ def test_corrections_see_weights_as_they_were() -> None:
 
 FLOATING = """net (float[n, 4] x) => (float[n, 3] y) <float[4, 4] a, float[4, 3] b>
 { h = MatMul(x, a)  r = Relu(h)  y = MatMul(r, b) }"""
-QUANTISED = """net (float[n, 4] x) => (float[n, 3] y) <float[4, 4] a, int8[4, 3] b_q, float b_s, float r_s, int8 zero>
+QUANTIZED = """net (float[n, 4] x) => (float[n, 3] y) <float[4, 4] a, int8[4, 3] b_q, float b_s, float r_s, int8 zero>
 { h = MatMul(x, a)  r = Relu(h)
    r_q = QuantizeLinear(r, r_s, zero)  r_d = DequantizeLinear(r_q, r_s, zero)
    b_d = DequantizeLinear(b_q, b_s)  y = MatMul(r_d, b_d) }"""
@@ -358,8 +358,8 @@ def weights() -> dict[str, Array]:
 
 
 def joint(weights: dict[str, Array], tmp_path: Path, batch: str = "n, ") -> tuple[tuple[QuantizableOp, ...], Path]:
-    quantised = parse_graph(
-        QUANTISED.replace("n, ", batch),
+    quantized = parse_graph(
+        QUANTIZED.replace("n, ", batch),
         a=weights["a"],
         b_q=np.rint(weights["b"] / 0.02).astype(np.int8),
         b_s=np.float32(0.02),
@@ -367,15 +367,15 @@ def joint(weights: dict[str, Array], tmp_path: Path, batch: str = "n, ") -> tupl
         zero=np.int8(0),
     )
     floating = parse_graph(FLOATING.replace("n, ", batch), **weights)
-    for model in (floating, quantised):
+    for model in (floating, quantized):
         for index, node in enumerate(model.graph):
             node.name = f"node_{index}"
-    done = add_layerwise_error(floating, quantised, GROUPS)
+    done = add_layerwise_error(floating, quantized, GROUPS)
     ir.save(floating, tmp_path / "joint.onnx")
     return done, tmp_path / "joint.onnx"
 
 
-def test_only_quantised_groups_are_measured(weights: dict[str, Array], tmp_path: Path) -> None:
+def test_only_quantized_groups_are_measured(weights: dict[str, Array], tmp_path: Path) -> None:
     assert [group.name for group in joint(weights, tmp_path)[0]] == ["second"]
 
 
@@ -386,14 +386,14 @@ def test_the_error_of_a_convolution_is_added_up_by_its_channels(tmp_path: Path) 
     floating = parse_graph(header + " <float[3, 2, 3, 3] w> { y = Conv(x, w) }", w=w)
     steps = " { w_d = DequantizeLinear(w_q, w_s)  y = Conv(x, w_d) }"
     w_q = np.rint(w / 0.1).astype(np.int8)
-    quantised = parse_graph(header + " <int8[3, 2, 3, 3] w_q, float w_s>" + steps, w_q=w_q, w_s=np.float32(0.1))
-    for model in (floating, quantised):
+    quantized = parse_graph(header + " <int8[3, 2, 3, 3] w_q, float w_s>" + steps, w_q=w_q, w_s=np.float32(0.1))
+    for model in (floating, quantized):
         for index, node in enumerate(model.graph):
             node.name = f"node_{index}"
     group = QuantizableOp(
         name="conv", module="", operator="Conv", activations=("x",), weight="w", bias=None, output="y", parameters=0
     )
-    assert add_layerwise_error(floating, quantised, (group,)) == (group,)
+    assert add_layerwise_error(floating, quantized, (group,)) == (group,)
     ir.save(floating, tmp_path / "joint.onnx")
     x = rng.standard_normal((5, 2, 4, 4)).astype(np.float32)
     names = [value.name for value in onnx.load(tmp_path / "joint.onnx").graph.output]
@@ -423,11 +423,11 @@ def test_an_error_that_is_one_row_has_no_mean(weights: dict[str, Array], tmp_pat
 @pytest.mark.parametrize("opset", [11, 12, 13])
 def test_errors_of_old_graphs_are_added_up_by_channel(opset: int) -> None:
     text, weights = "net (float[n, 4] x) => (float[n, 3] y) { y = MatMul(x, w) }", {"w": random(4, 3)}
-    exact, floating, quantised = (parse_graph(text, opset, **weights) for _ in range(3))
-    quantise_dynamically(quantised, RUNNABLE)
+    exact, floating, quantized = (parse_graph(text, opset, **weights) for _ in range(3))
+    quantize_dynamically(quantized, RUNNABLE)
     feeds = {"x": random(5, 4)}
-    error = run_model(quantised, feeds)["y"] - run_model(exact, feeds)["y"]
-    (group,) = add_layerwise_error(floating, quantised, layers.find_groups(floating))
+    error = run_model(quantized, feeds)["y"] - run_model(exact, feeds)["y"]
+    (group,) = add_layerwise_error(floating, quantized, layers.find_groups(floating))
     found = run_model(floating, feeds)
     assert found[output_name(group, SUM)] == pytest.approx(error.sum(axis=0), rel=1e-3, abs=1e-5)
     assert found[output_name(group, COUNT)] == error.size
@@ -438,14 +438,14 @@ def test_an_lstm_is_measured_by_an_output_that_it_has(outputs: str, made: str) -
     shape = "[5, 1, 2, 4]" if made == "y" else "[1, 2, 4]"
     text = f"net (float[5, 2, 3] x) => (float{shape} {made}) {{ {outputs} = LSTM <hidden_size = 4> (x, w, r) }}"
     weights = {"w": random(1, 16, 3), "r": random(1, 16, 4)}
-    exact, floating, quantised = (parse_graph(text, **weights) for _ in range(3))
-    for model in (exact, floating, quantised):
+    exact, floating, quantized = (parse_graph(text, **weights) for _ in range(3))
+    for model in (exact, floating, quantized):
         for value in model.graph[0].outputs:
             value.name = value.name if value.name == made else ""
-    quantise_dynamically(quantised, RUNNABLE)
-    (group,) = add_layerwise_error(floating, quantised, layers.find_groups(floating))
+    quantize_dynamically(quantized, RUNNABLE)
+    (group,) = add_layerwise_error(floating, quantized, layers.find_groups(floating))
     feeds = {"x": random(5, 2, 3)}
-    signal, error = run_model(exact, feeds)[made], run_model(quantised, feeds)[made] - run_model(exact, feeds)[made]
+    signal, error = run_model(exact, feeds)[made], run_model(quantized, feeds)[made] - run_model(exact, feeds)[made]
     found = run_model(floating, feeds)
     assert found[output_name(group, SIGNAL)] == pytest.approx((signal**2).sum(), rel=1e-4)
     assert found[output_name(group, NOISE)] == pytest.approx((error**2).sum(), rel=1e-2)

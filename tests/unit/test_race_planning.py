@@ -80,7 +80,7 @@ def test_engines_and_precisions_are_found_where_none_is_listed(values: dict[str,
     [
         ("3.4.0", {}, ("own", "nncf")),
         (None, {}, ("own",)),
-        ("3.4.0", {"quantisation": {"quantizers": ["nncf"]}}, ("nncf",)),
+        ("3.4.0", {"quantization": {"quantizers": ["nncf"]}}, ("nncf",)),
         ("3.4.0", {"budgets": {}}, ("own",)),
     ],
 )
@@ -89,8 +89,8 @@ def test_nncf_is_tried_where_it_is_installed(
 ) -> None:
     monkeypatch.setattr(software, "version", lambda name: version)
     recipe = make({"model": "digits", "data": "digits", "budgets": {"max_drop": 0.01}, **values})
-    assert recipe.quantisation.quantizers == quantizers
-    if version and "quantisation" not in values and recipe.budgets.max_drop:
+    assert recipe.quantization.quantizers == quantizers
+    if version and "quantization" not in values and recipe.budgets.max_drop:
         for unit, runtime in (("avx2", True), ("avx512_vnni", False)):
             monkeypatch.setattr(cpu, "vector_units", lambda unit=unit: (unit,))
             names = [variant.id for variant in plan(resolve_recipe(recipe)).variants]
@@ -212,7 +212,7 @@ def test_int8_dynamic_is_judged_in_a_batch_that_is_measured() -> None:
 
 def test_a_loss_is_judged_before_the_race_on_samples_for_choosing() -> None:
     made = planned(data="digits", budgets={"max_drop": 0.01}, engines=["onnxruntime"], time_seconds=60,
-                   precisions=["fp32", "int8"], quantisation={"quantizers": ["own", "nncf"]})  # fmt: skip
+                   precisions=["fp32", "int8"], quantization={"quantizers": ["own", "nncf"]})  # fmt: skip
     by_id = {step.id: step for step in made.steps}
     assert by_id[RACE].optional_inputs["onnxruntime-int8-nncf choice"] == "choice-onnxruntime-int8-nncf"
     assert by_id["choice-onnxruntime-int8-nncf"].task.data_options.part == "choice"  # type: ignore[attr-defined]

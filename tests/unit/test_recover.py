@@ -53,8 +53,8 @@ def data(tmp_path: Path) -> Path:
 
 
 @pytest.fixture
-def unlabelled(data: Path) -> Path:
-    path = data.with_name("unlabelled.npy")
+def unlabeled(data: Path) -> Path:
+    path = data.with_name("unlabeled.npy")
     with np.load(data) as stored:
         np.save(path, stored["x"])
     return path
@@ -73,10 +73,10 @@ def done(task: Recover, pair: Pair, out: Path) -> tuple[Effect, Recovery]:
 
 @pytest.mark.parametrize("metric", [None, "top1"])
 def test_without_labels_it_comes_to_agree_with_the_dense_model(
-    pair: Pair, unlabelled: Path, tmp_path: Path, metric: str | None
+    pair: Pair, unlabeled: Path, tmp_path: Path, metric: str | None
 ) -> None:
-    """A metric is then for other data, which is labelled."""
-    effect, record = done(task(unlabelled, metric=metric, epochs=40), pair, tmp_path / "out")
+    """A metric is then for other data, which is labeled."""
+    effect, record = done(task(unlabeled, metric=metric, epochs=40), pair, tmp_path / "out")
     assert (record.metric, record.teacher, record.ending) == ("agreement", 1.0, "planned")
     assert record.before < 0.7
     assert record.after > 0.85
@@ -87,7 +87,7 @@ def test_without_labels_it_comes_to_agree_with_the_dense_model(
     assert "agreement" in effect.summary
     made = Artifact(kind="torch", path=tmp_path / "out" / effect.file, sha256="", bytes=0, signature=effect.signature)
     own, theirs = (saved.load_artifact(one).module for one in (made, pair[TEACHER]))
-    rows = torch.from_numpy(np.load(unlabelled))
+    rows = torch.from_numpy(np.load(unlabeled))
     with torch.inference_mode():
         agreed = (own(rows)[0].argmax(1) == theirs(rows)[0].argmax(1)).float().mean()
     assert agreed > 0.85
@@ -104,13 +104,13 @@ def test_of_split_data_it_learns_from_calibration_and_is_judged_by_choice(
 
 
 def test_it_takes_no_more_time_than_is_left_and_is_made_again_with_more(
-    pair: Pair, unlabelled: Path, tmp_path: Path
+    pair: Pair, unlabeled: Path, tmp_path: Path
 ) -> None:
-    long = task(unlabelled, epochs=None, patience=99)
+    long = task(unlabeled, epochs=None, patience=99)
     effect, record = done(long.model_copy(update={"left_seconds": 1.5}), pair, tmp_path / "short")
     assert effect.incomplete
     assert record.steps > 0
-    effect, _ = done(task(unlabelled, epochs=1).model_copy(update={"left_seconds": 6000.0}), pair, tmp_path / "whole")
+    effect, _ = done(task(unlabeled, epochs=1).model_copy(update={"left_seconds": 6000.0}), pair, tmp_path / "whole")
     assert not effect.incomplete
 
 
@@ -130,9 +130,9 @@ def test_labels_are_learnt_where_that_is_asked_for(pair: Pair, data: Path, tmp_p
     assert record.curve[-1].learning_rate < 0.001 < record.curve[1].learning_rate
 
 
-def test_weights_are_chosen_by_the_numbers_that_are_learnt(pair: Pair, unlabelled: Path, tmp_path: Path) -> None:
+def test_weights_are_chosen_by_the_numbers_that_are_learnt(pair: Pair, unlabeled: Path, tmp_path: Path) -> None:
     """Not by the dense model, which answers otherwise."""
-    path, x = tmp_path / "numbers.npz", np.load(unlabelled)
+    path, x = tmp_path / "numbers.npz", np.load(unlabeled)
     np.savez(path, x=x, labels=np.tile(x.sum(1, keepdims=True), 3) + 5)
     _, record = done(task(path, method="supervised", epochs=60), pair, tmp_path / "out")
     assert record.metric == "loss"
@@ -161,15 +161,15 @@ def test_without_a_metric_weights_are_chosen_by_what_fits_the_labels(
     assert task(None)._metric(data, [spec]).name == distilled
 
 
-def test_a_loss_of_the_users_is_called(pair: Pair, unlabelled: Path, tmp_path: Path) -> None:
+def test_a_loss_of_the_users_is_called(pair: Pair, unlabeled: Path, tmp_path: Path) -> None:
     code = tmp_path / "own.py"
     code.write_text("def apart(student, teacher, batch):\n    return (student(batch['x']) - 7).square().mean()\n")
-    _, record = done(task(unlabelled, method=f"{code}:apart", epochs=10, patience=99), pair, tmp_path / "out")
+    _, record = done(task(unlabeled, method=f"{code}:apart", epochs=10, patience=99), pair, tmp_path / "out")
     losses = [point.held_back_loss or 0.0 for point in record.curve]
     assert 0 < losses[-1] < losses[0]
 
 
-def test_a_loss_that_becomes_nan_ends_it_with_the_best_so_far(pair: Pair, unlabelled: Path, tmp_path: Path) -> None:
+def test_a_loss_that_becomes_nan_ends_it_with_the_best_so_far(pair: Pair, unlabeled: Path, tmp_path: Path) -> None:
     code = tmp_path / "nan.py"
     code.write_text(
         "start = None\n"
@@ -180,7 +180,7 @@ def test_a_loss_that_becomes_nan_ends_it_with_the_best_so_far(pair: Pair, unlabe
         "    apart = (student(batch['x']) - teacher(batch['x'])).square().mean()\n"
         "    return apart * float('nan') if (weight - start).abs().max() > 0.15 else apart\n"
     )
-    effect, record = done(task(unlabelled, method=f"{code}:loss", epochs=20, evaluations=40), pair, tmp_path / "out")
+    effect, record = done(task(unlabeled, method=f"{code}:loss", epochs=20, evaluations=40), pair, tmp_path / "out")
     assert record.ending == "diverged"
     assert 2 <= record.best_step < record.steps < record.plan.steps
     assert any("NaN or infinite" in note for note in effect.notes)
@@ -190,8 +190,8 @@ def test_a_loss_that_becomes_nan_ends_it_with_the_best_so_far(pair: Pair, unlabe
     assert not any(np.array_equal(kept[name], before[name]) for name in kept)
 
 
-def test_an_exploding_learning_rate_leaves_the_weights(pair: Pair, unlabelled: Path, tmp_path: Path) -> None:
-    effect, record = done(task(unlabelled, learning_rate=1e30, epochs=20), pair, tmp_path / "out")
+def test_an_exploding_learning_rate_leaves_the_weights(pair: Pair, unlabeled: Path, tmp_path: Path) -> None:
+    effect, record = done(task(unlabeled, learning_rate=1e30, epochs=20), pair, tmp_path / "out")
     assert (record.ending, record.best_step) == ("diverged", 0)
     assert record.steps < record.plan.steps
     assert any("try a lower learning_rate" in note for note in effect.notes)
@@ -199,9 +199,9 @@ def test_an_exploding_learning_rate_leaves_the_weights(pair: Pair, unlabelled: P
     assert all(np.array_equal(kept[name], before[name]) for name in before)
 
 
-def test_it_stops_when_nothing_becomes_better(pair: Pair, unlabelled: Path, tmp_path: Path) -> None:
+def test_it_stops_when_nothing_becomes_better(pair: Pair, unlabeled: Path, tmp_path: Path) -> None:
     same = {MODEL: pair[TEACHER], TEACHER: pair[TEACHER]}
-    effect, record = done(task(unlabelled, patience=2, epochs=20), same, tmp_path / "out")
+    effect, record = done(task(unlabeled, patience=2, epochs=20), same, tmp_path / "out")
     assert (record.ending, record.best_step) == ("patience", 0)
     assert record.steps < record.plan.steps
     assert any("those from before" in note for note in effect.notes)
@@ -209,8 +209,8 @@ def test_it_stops_when_nothing_becomes_better(pair: Pair, unlabelled: Path, tmp_
     assert all(np.array_equal(kept[name], before[name]) for name in before)
 
 
-def test_steps_are_planned_to_fit_the_time(pair: Pair, unlabelled: Path, tmp_path: Path) -> None:
-    _, record = done(task(unlabelled, epochs=None, seconds=0.5, evaluations=2), pair, tmp_path / "out")
+def test_steps_are_planned_to_fit_the_time(pair: Pair, unlabeled: Path, tmp_path: Path) -> None:
+    _, record = done(task(unlabeled, epochs=None, seconds=0.5, evaluations=2), pair, tmp_path / "out")
     assert record.plan.steps >= 1
     assert record.steps == record.plan.steps or record.ending == "time"
 
@@ -254,9 +254,9 @@ def write_slower(folder: Path, end: int = 10**6) -> str:
 
 
 def test_slower_steps_are_fewer_so_that_it_ends_in_time(
-    pair: Pair, unlabelled: Path, tmp_path: Path, slower: Callable[..., str]
+    pair: Pair, unlabeled: Path, tmp_path: Path, slower: Callable[..., str]
 ) -> None:
-    own = task(unlabelled, method=slower(), epochs=None, seconds=1.0, evaluations=2, patience=99)
+    own = task(unlabeled, method=slower(), epochs=None, seconds=1.0, evaluations=2, patience=99)
     effect, record = done(own, pair, tmp_path / "out")
     turn = record.plan.shortened
     assert record.steps == record.plan.steps < turn.planned
@@ -266,17 +266,17 @@ def test_slower_steps_are_fewer_so_that_it_ends_in_time(
 
 
 def test_a_schedule_that_was_shortened_is_gone_on_with(
-    pair: Pair, unlabelled: Path, tmp_path: Path, slower: Callable[..., str]
+    pair: Pair, unlabeled: Path, tmp_path: Path, slower: Callable[..., str]
 ) -> None:
     begun = tmp_path / "begun"
     begun.mkdir()
     method = slower(end=45)
     with pytest.raises(KeyboardInterrupt):
-        task(unlabelled, method=method, epochs=None, seconds=2.0).go_on(pair, tmp_path, begun, quiet)
+        task(unlabeled, method=method, epochs=None, seconds=2.0).go_on(pair, tmp_path, begun, quiet)
     (tmp_path / "marker").unlink()
     last = json.loads(next(begun.glob("state-*/progress.json")).read_bytes())
     assert last["step"] > 0  # although none was due for long
-    unhurried = task(unlabelled, method=method, epochs=None, seconds=600.0)  # so that nothing is cut once more
+    unhurried = task(unlabeled, method=method, epochs=None, seconds=600.0)  # so that nothing is cut once more
     ends = []
     for name in "ab":
         shutil.copytree(begun, tmp_path / f"begun-{name}")
@@ -290,11 +290,11 @@ def test_a_schedule_that_was_shortened_is_gone_on_with(
 
 
 def test_a_process_has_its_own_time_whatever_earlier_ones_took(
-    pair: Pair, unlabelled: Path, tmp_path: Path, slower: Callable[..., str]
+    pair: Pair, unlabeled: Path, tmp_path: Path, slower: Callable[..., str]
 ) -> None:
     begun = tmp_path / "begun"
     begun.mkdir()
-    own = task(unlabelled, method=slower(end=25), epochs=None, seconds=2.0)
+    own = task(unlabeled, method=slower(end=25), epochs=None, seconds=2.0)
     with pytest.raises(KeyboardInterrupt):
         own.model_copy(update={"options": own.options.model_copy(update={"checkpoint_seconds": 0})}).go_on(
             pair, tmp_path, begun, quiet
@@ -309,11 +309,11 @@ def test_a_process_has_its_own_time_whatever_earlier_ones_took(
 
 
 def test_one_that_was_planned_for_less_time_than_there_is_now_is_not_final(
-    pair: Pair, unlabelled: Path, tmp_path: Path, slower: Callable[..., str]
+    pair: Pair, unlabeled: Path, tmp_path: Path, slower: Callable[..., str]
 ) -> None:
     begun = tmp_path / "begun"
     begun.mkdir()
-    whole = task(unlabelled, method=slower(end=45), epochs=None, seconds=600.0)
+    whole = task(unlabeled, method=slower(end=45), epochs=None, seconds=600.0)
     with pytest.raises(KeyboardInterrupt):
         whole.model_copy(update={"left_seconds": 2.5}).go_on(pair, tmp_path, begun, quiet)
     (tmp_path / "marker").unlink()
@@ -340,12 +340,12 @@ def loss(student, teacher, batch):
 """
 
 
-def test_what_memory_ran_out_in_is_done_again_in_smaller_parts(pair: Pair, unlabelled: Path, tmp_path: Path) -> None:
+def test_what_memory_ran_out_in_is_done_again_in_smaller_parts(pair: Pair, unlabeled: Path, tmp_path: Path) -> None:
     found = {}
     for name, learning, after in (("whole", True, 10**6), ("step", True, 2), ("evaluation", False, 2)):
         code = tmp_path / f"{name}.py"  # the first evaluations are before the first step
         code.write_text(SHORT.format(learning=learning, after=after))
-        found[name] = done(task(unlabelled, epochs=2, method=f"{code}:loss"), pair, tmp_path / name)
+        found[name] = done(task(unlabeled, epochs=2, method=f"{code}:loss"), pair, tmp_path / name)
     whole = found.pop("whole")[1]
     for name, parts, said in (("step", (5, 20), "in parts of 5"), ("evaluation", (20, 5), "evaluated 5 samples at a")):
         effect, record = found[name]
@@ -355,17 +355,17 @@ def test_what_memory_ran_out_in_is_done_again_in_smaller_parts(pair: Pair, unlab
         assert record.curve[-1].held_back_loss == pytest.approx(whole.curve[-1].held_back_loss, rel=1e-3)
 
 
-def test_what_cannot_be_recovered_from_is_refused(pair: Pair, unlabelled: Path, tmp_path: Path) -> None:
+def test_what_cannot_be_recovered_from_is_refused(pair: Pair, unlabeled: Path, tmp_path: Path) -> None:
     with pytest.raises(DataError, match="needs data to learn from"):
         done(task(None), pair, tmp_path / "none")
     with pytest.raises(DataError, match="has no labels, and supervised"):
-        done(task(unlabelled, method="supervised"), pair, tmp_path / "supervised")
-    x, words = np.load(unlabelled), tmp_path / "words.npz"
+        done(task(unlabeled, method="supervised"), pair, tmp_path / "supervised")
+    x, words = np.load(unlabeled), tmp_path / "words.npz"
     np.savez(words, x=x, labels=np.full(len(x), "cat"))
     with pytest.raises(DataError, match="has other labels, and supervised"):
         done(task(words, method="supervised"), pair, tmp_path / "words")
     with pytest.raises(DataError, match="no function 'nothing'"):
-        done(task(unlabelled, method=f"{NETS}:nothing"), pair, tmp_path / "loss")
+        done(task(unlabeled, method=f"{NETS}:nothing"), pair, tmp_path / "loss")
 
 
 @pytest.mark.parametrize(
@@ -373,12 +373,12 @@ def test_what_cannot_be_recovered_from_is_refused(pair: Pair, unlabelled: Path, 
     [("supervised", None, "or recover by distil"), ("distil", "mse", "or give a function"), ("distil", None, "")],
 )
 def test_labels_that_are_no_numbers_are_refused_where_they_are_needed(
-    method: str, metric: str | None, remedy: str, pair: Pair, unlabelled: Path
+    method: str, metric: str | None, remedy: str, pair: Pair, unlabeled: Path
 ) -> None:
     """Also of samples that are for calibration alone, and are learnt from."""
-    x, options = np.load(unlabelled), PartOptions(part="calibration", shared_by=PARTS)
-    row = open_dataset(str(unlabelled), [TensorSpec.parse("x:float32:batch,4")], options=options).rows[0]
-    labels, path = np.zeros((len(x), 3), np.float32), unlabelled.with_name("gaps.npz")
+    x, options = np.load(unlabeled), PartOptions(part="calibration", shared_by=PARTS)
+    row = open_dataset(str(unlabeled), [TensorSpec.parse("x:float32:batch,4")], options=options).rows[0]
+    labels, path = np.zeros((len(x), 3), np.float32), unlabeled.with_name("gaps.npz")
     labels[row] = np.nan
     np.savez(path, x=x, labels=labels)
     learning = task(path, method=method, metric=metric).model_copy(update={"data_options": options})

@@ -107,7 +107,7 @@ def test_what_fp32_is_on_a_gpu_is_said_where_it_differs(capability: str, rounded
 def test_the_samples_of_the_search_and_of_the_drop_are_told(
     parts: dict[str, int], drop: float | None, said: str
 ) -> None:
-    trial = SearchStep(step=1, quantised=1, kept=0, drop=drop, passed=True, why="everything")
+    trial = SearchStep(step=1, quantized=1, kept=0, drop=drop, passed=True, why="everything")
     searched = record("onnxruntime-fp32", 0.5, 4.0).model_copy(update={"search": (trial,)})
     plain = run(variants=(searched,))
     recipe = plain.recipe.model_copy(update={"data": "mine.npz" if parts else None})

@@ -33,7 +33,7 @@ def groups(count: int, kept: int) -> tuple[Assignment, ...]:
     )
 
 
-def quantised(**changes: object) -> VariantRecord:
+def quantized(**changes: object) -> VariantRecord:
     values = {
         "id": INT8,
         "precision": "int8",
@@ -43,37 +43,37 @@ def quantised(**changes: object) -> VariantRecord:
         "assignment": groups(21, 1),
         "search": (
             SearchStep(
-                step=1, method="mse", quantised=21, kept=0, drop=0.02, passed=False, why="all", reason="too much"
+                step=1, method="mse", quantized=21, kept=0, drop=0.02, passed=False, why="all", reason="too much"
             ),
-            SearchStep(step=2, method="mse", quantised=20, kept=1, drop=0.0, speedup=1.5, passed=True, why="the worst"),
+            SearchStep(step=2, method="mse", quantized=20, kept=1, drop=0.0, speedup=1.5, passed=True, why="the worst"),
         ),
     }
     return record(INT8, 0.25, 8.0).model_copy(update={**values, **changes})
 
 
 def test_the_tables_hold_every_group_and_trial() -> None:
-    assert run_tables.summarize_assignment(quantised()) == "onnxruntime-int8: 20 of 21 groups in int8"
-    rows = run_tables.tabulate_assignment(quantised()).rows
+    assert run_tables.summarize_assignment(quantized()) == "onnxruntime-int8: 20 of 21 groups in int8"
+    rows = run_tables.tabulate_assignment(quantized()).rows
     assert len(rows) == 21
     assert rows[0] == ("conv20", "layer.20", "Conv", "fp32", "10.0", "< 1 %", "sensitive"), "not int8: comes first"
     assert rows[1][0] == "conv0", "then what works most"
-    first, second = run_tables.tabulate_search(quantised(), "", "").rows
+    first, second = run_tables.tabulate_search(quantized(), "", "").rows
     assert first == ("1", "mse", "21", "0", "–", "+0.0200", "–", "no: too much", "all")
     assert second == ("2", "mse", "20", "1", "–", "+0.0000", "1.50×", "yes", "the worst")
 
 
 def test_the_terminal_shows_the_groups_that_matter(capsys: pytest.CaptureFixture[str]) -> None:
-    shown = printed(run(variants=(quantised(),), winner=INT8), capsys)
+    shown = printed(run(variants=(quantized(),), winner=INT8), capsys)
     assert "onnxruntime-int8: 20 of 21 groups in int8" in shown
     rows = [line for line in shown.splitlines() if " conv" in line]
     assert len(rows) == 15
     assert "sensitive" in rows[0]
     assert "and 6 more, in report.html" in shown
-    nothing_kept = printed(run(variants=(quantised(assignment=groups(3, 0)),), winner=INT8), capsys)
+    nothing_kept = printed(run(variants=(quantized(assignment=groups(3, 0)),), winner=INT8), capsys)
     assert "onnxruntime-int8: 3 of 3 groups in int8" in nothing_kept
     assert "conv0" not in nothing_kept
     raced = make({"model": "digits", "time_seconds": 60, "engines": ["onnxruntime"]})
-    lost = printed(run(variants=(quantised(status="skipped"),), winner=INT8, recipe=raced), capsys)
+    lost = printed(run(variants=(quantized(status="skipped"),), winner=INT8, recipe=raced), capsys)
     assert "conv20" not in lost, "of a search, only what was measured in full"
 
 
@@ -92,7 +92,7 @@ def test_a_narrow_terminal_breaks_no_names(
 
 
 def test_whether_it_paid_is_said_under_the_table(capsys: pytest.CaptureFixture[str]) -> None:
-    shown = run(variants=(quantised(),), winner=INT8)
+    shown = run(variants=(quantized(),), winner=INT8)
     assert "onnxruntime-int8: int8 pays: 2.00× the speed" in printed(shown, capsys)
     assert "- **onnxruntime-int8**: int8 pays: 2.00× the speed" in markdown.render(shown)
 
@@ -102,7 +102,7 @@ def test_made_up_calibration_data_shows_wherever_a_number_does(capsys: pytest.Ca
         stage="engine", point="min", batch=1, sqnr_db=20, cosine=1, max_abs_error=1, argmax_agreement=1, passed=True
     )
     verdict = Verdict(budget="max_drop", limit=1, actual=0, passed=True)
-    record_ = quantised(synthetic_calibration=True, fidelity=(check,), shortfall=f"{INT8} is little")
+    record_ = quantized(synthetic_calibration=True, fidelity=(check,), shortfall=f"{INT8} is little")
     shown = run(variants=(record_,), winner=INT8, verdicts=(verdict,))
     for text in (printed(shown, capsys), markdown.render(shown)):
         plain = text.replace("\\*", "*")
@@ -110,7 +110,7 @@ def test_made_up_calibration_data_shows_wherever_a_number_does(capsys: pytest.Ca
         named = [line for line in plain.splitlines() if INT8 in line]
         assert len(named) >= 5
         assert all(line.count(INT8) == line.count(f"{INT8}*") for line in named), named
-    clean = run(variants=(quantised(),), winner=INT8)
+    clean = run(variants=(quantized(),), winner=INT8)
     assert sentences.SYNTHETIC not in printed(clean, capsys) + markdown.render(clean)
 
 
@@ -119,14 +119,14 @@ def test_how_little_no_wrong_answer_says_is_told_of_what_may_lose_something(name
     same = Quality(
         metric="top1", value=0.9, baseline=0.9, drop=0, drop_low=-0.03, drop_high=0.03, samples=100, counted=True
     )  # fmt: skip
-    chosen = (quantised() if name == INT8 else record(name, 0.5, 4.0)).model_copy(update={"quality": same})
+    chosen = (quantized() if name == INT8 else record(name, 0.5, 4.0)).model_copy(update={"quality": same})
     recipe = make({"model": "digits", "budgets": {"max_drop": 0.01}}, listed=True)
     told = tables.describe_data(run(variants=(chosen,), winner=name, recipe=recipe))
     assert ("100 samples tell the drop to ±0.0300" in told) == (name == INT8)
 
 
 def test_a_variant_is_not_shown_as_what_it_is_not(capsys: pytest.CaptureFixture[str]) -> None:
-    flagged = quantised(shortfall="only 3 % is int8", engine_coverage=covered({"fp32": 0.97, "int8": 0.03}))
+    flagged = quantized(shortfall="only 3 % is int8", engine_coverage=covered({"fp32": 0.97, "int8": 0.03}))
     shown = run(variants=(flagged,), winner=INT8)
     assert run_tables.tabulate_variants(shown).rows[1][-1] == "measured, mostly fp32"
     few = covered({"int8": 1.0}).model_copy(update={"products": {"fp32": 9, "int8": 1}, "unknown_products": 9})

@@ -156,13 +156,13 @@ def test_floats_that_move_far_are_decided_by_rounding_and_where_most_do_none_is(
     constant = RNG.standard_normal((20, 4)).astype(np.float32)
     constant[5] = 0.7 + np.float32([0, 1e-7, 0, 0])
 
-    def standardise(x: torch.Tensor) -> torch.Tensor:
+    def standardize(x: torch.Tensor) -> torch.Tensor:
         return (3 * x - (3 * x).mean(1, keepdim=True)) / ((3 * x).std(1, keepdim=True) + 1e-9)
 
-    _, unstable = find(standardise, constant)
+    _, unstable = find(standardize, constant)
     assert (unstable["y"] > 0).any(axis=1).tolist() == [row == 5 for row in range(20)]
     assert find(torch.tanh, constant)[1] == {}
-    session, feeds = open_session(standardise), {"x": np.repeat(constant[5:6], 20, axis=0)}
+    session, feeds = open_session(standardize), {"x": np.repeat(constant[5:6], 20, axis=0)}
     calm = UnstableNumbers(open_session(torch.tanh).perturb)
     assert calm.find({"x": constant}, {"y": np.tanh(constant)}) == {}
     assert 1e-8 < calm.movements["y"] < 1e-5

@@ -157,7 +157,7 @@ def test_numbers_in_a_fixed_order_are_compared_one_by_one() -> None:
 def test_classes_and_truths_behind_a_choice_are_judged_by_agreement(
     dtype: str, beside: dict[str, tuple[int | str, ...]], shape: tuple[int | str, ...]
 ) -> None:
-    """The label of the nearest neighbour, and whether it is the one that was asked for."""
+    """The label of the nearest neighbor, and whether it is the one that was asked for."""
     form = signature(**beside)
     match = TensorSpec(name="match", dtype=dtype, shape=shape)
     names = dict.fromkeys([*beside, "match"], "rows")

@@ -456,14 +456,14 @@ def test_only_a_finished_run_is_resumed_although_its_recipe_has_fields_that_are_
     world = World(tmp_path)
     carry_out(world, "optimize", None)
     document = json.loads((world.out / "run.json").read_text(encoding="utf-8"))
-    document["recipe"]["colour"] = "red"
+    document["recipe"]["color"] = "red"
     (world.out / "run.json").write_text(json.dumps(document), encoding="utf-8")
     told: list[str] = []
     workflow.resume(world.out, None, told.append)
     assert told == [workflow.NOTHING_LEFT.format(world.out)]
     for engine in world.out.glob("variants/*/made"):
         engine.unlink()
-    with pytest.raises(UsageError, match=r"does not have: recipe\.colour"):
+    with pytest.raises(UsageError, match=r"does not have: recipe\.color"):
         workflow.resume(world.out)
 
 

@@ -14,8 +14,8 @@ from enginesmith.pipeline.frameworks.torch.graph import load_graph, save_graph
 from enginesmith.pipeline.passes.float16.convert import lower
 from enginesmith.pipeline.passes.quantize import layers
 from enginesmith.pipeline.passes.quantize.layerwise_error import add_switches
-from enginesmith.pipeline.passes.quantize.qdq import Settings, quantise
-from enginesmith.pipeline.passes.quantize.weights import quantise_dynamically, quantise_to_int4
+from enginesmith.pipeline.passes.quantize.qdq import Settings, quantize
+from enginesmith.pipeline.passes.quantize.weights import quantize_dynamically, quantize_to_int4
 from enginesmith.pipeline.passes.simplify import rewrite
 from enginesmith.pipeline.tensors import Array
 from graphs import NOWHERE, channel_statistics, normal, parse_graph, run_model, sqnr_db
@@ -54,7 +54,7 @@ def readers(model: ir.Model, operator: str) -> list[ir.Node]:
 @pytest.mark.parametrize("placement", PLACEMENTS)
 def test_inputs_with_other_ranges_read_one_rounded_weight(placement: Any) -> None:
     model, given = steps(), ranges(steps())
-    done = quantise(model, given, Settings(placement=placement))
+    done = quantize(model, given, Settings(placement=placement))
     assert len(done.done) == 3
     assert list_stored(model) == ["w_quantized"]
     assert "w" not in model.graph.initializers
@@ -69,7 +69,7 @@ def test_a_shared_scale_is_large_enough_for_the_biases_of_all_products() -> None
     weight[0], bias[0] = 1e-12, 100.0
     model = parse_graph(STEPS, w=weight, b=bias)
     given = ranges(parse_graph(STEPS, w=weight, b=bias), x=(-50.0, 50.0), at=(-1e-3, 1e-3))
-    quantise(model, given, Settings(placement="inputs+outputs"))
+    quantize(model, given, Settings(placement="inputs+outputs"))
     assert list_stored(model) == ["w_quantized"]
     sums = [node.inputs[0].const_value.numpy() for node in readers(model, "DequantizeLinear") if _is_bias(node)]
     assert len(sums) == 3
@@ -86,7 +86,7 @@ def _is_bias(node: ir.Node) -> bool:
 def test_a_weight_that_a_product_in_float_reads_too_is_there_once_in_both() -> None:
     model = steps()
     (kept, *_) = layers.find_groups(steps())
-    done = quantise(model, ranges(steps()), Settings(placement="inputs+outputs", keep=frozenset({kept.name})))
+    done = quantize(model, ranges(steps()), Settings(placement="inputs+outputs", keep=frozenset({kept.name})))
     assert len(done.done) == 2
     assert list_stored(model) == ["w_quantized"]
     assert list_stored(model, ir.DataType.FLOAT) == ["w"]
@@ -98,7 +98,7 @@ def test_equal_weights_of_other_names_are_one(shared: str) -> None:
     weights = {"w": weight, "w2": weight.copy(), "b": normal(64, seed=1)}
     model, given = parse_graph(text, **weights), ranges(parse_graph(text, **weights))
     _, *kept = (group.name for group in layers.find_groups(parse_graph(text, **weights)))
-    quantise(model, given, Settings(placement="inputs+outputs", keep=frozenset(kept)))
+    quantize(model, given, Settings(placement="inputs+outputs", keep=frozenset(kept)))
     assert list_stored(model) == ["w_quantized"]
     assert list_stored(model, ir.DataType.FLOAT) == ["w"]
 
@@ -113,7 +113,7 @@ def test_a_product_reads_an_embedding_through_a_transpose_in_int8() -> None:
         for name, (low, high) in bounds.items()
     }
     model = parse_graph(TIED, w=weight)
-    done = quantise(
+    done = quantize(
         model,
         Ranges(model_sha256="", provenance=NOWHERE, tensors=known),
         Settings(placement="inputs+outputs", weight_bits=7),
@@ -133,7 +133,7 @@ def test_a_product_reads_an_embedding_through_a_transpose_in_int8() -> None:
 
 def test_dynamic_products_and_lstms_share_their_weights() -> None:
     model = steps()
-    quantise_dynamically(model, Settings())
+    quantize_dynamically(model, Settings())
     assert list_stored(model) == ["w_quantized"]
     model = parse_graph(
         """net (float[5, 1, 8] x) => (float[5, 1, 1, 8] y) {
@@ -145,7 +145,7 @@ def test_dynamic_products_and_lstms_share_their_weights() -> None:
         r=normal(1, 32, 8, seed=1),
         one=np.array([1]),
     )
-    quantise_dynamically(model, Settings())
+    quantize_dynamically(model, Settings())
     assert list_stored(model) == ["w_quantized", "r_quantized"]
 
 
@@ -159,7 +159,7 @@ def test_an_int4_weight_is_rounded_for_all_its_inputs() -> None:
     def round_for(*names: str) -> Array:
         model = steps()
         own = known.model_copy(update={"channels": {name: known.channels[name] for name in names}})
-        quantise_to_int4(model, Settings(), own)
+        quantize_to_int4(model, Settings(), own)
         assert list_stored(model, ir.DataType.INT4) == ["w_quantized"]
         return np.asarray(model.graph.initializers["w_scale"].const_value.numpy())  # type: ignore[union-attr]
 
@@ -173,7 +173,7 @@ def test_an_int4_weight_is_rounded_for_all_its_inputs() -> None:
 def test_levels_behind_a_scale_that_float16_raises_stay_one() -> None:
     model = parse_graph(STEPS, w=normal(64, 64) * 1e-5, b=normal(64, seed=1))
     given = ranges(parse_graph(STEPS, w=normal(64, 64) * 1e-5, b=normal(64, seed=1)))
-    quantise(model, given, Settings(placement="inputs"))
+    quantize(model, given, Settings(placement="inputs"))
     before = model.graph.initializers["w_scale"].const_value.numpy()  # type: ignore[union-attr]
     assert before.max() < np.finfo(np.float16).tiny
     levels = model.graph.initializers["w_quantized"].const_value.numpy()  # type: ignore[union-attr]
@@ -205,7 +205,7 @@ def test_training_keeps_one_weight_and_one_scale(tmp_path: Path) -> None:
     text = STEPS.replace("y = Gemm <transB = 1> (ct, w, b)", "y = Gemm <transB = 1> (ct, w)")
     model = parse_graph(text, w=weight, b=bias)
     given = ranges(parse_graph(text, w=weight, b=bias))
-    quantise(model, given, Settings(placement="inputs+outputs", weight_bits=7))
+    quantize(model, given, Settings(placement="inputs+outputs", weight_bits=7))
     edit.save(model, tmp_path)
     path, out = tmp_path / edit.FILE, tmp_path / "out"
     loaded = load_graph(path)
@@ -224,7 +224,7 @@ def test_training_keeps_one_weight_and_one_scale(tmp_path: Path) -> None:
 
 def test_scales_are_trained_where_products_share_a_bias_in_int32(tmp_path: Path) -> None:
     model, span = steps(), (-1.0, 1.0)
-    quantise(model, ranges(steps(), x=span, at=span, ct=span), Settings(placement="inputs+outputs", weight_bits=7))
+    quantize(model, ranges(steps(), x=span, at=span, ct=span), Settings(placement="inputs+outputs", weight_bits=7))
     assert len({node.inputs[0] for node in readers(model, "DequantizeLinear") if _is_bias(node)}) == 1
     edit.save(model, tmp_path)
     assert "model.scales" in dict(load_graph(tmp_path / edit.FILE).module.named_parameters())

@@ -84,7 +84,7 @@ def int4_product(path: Path, value: str, name: str, block: int = 32) -> float:
     return sqnr_db(x @ w, x @ (np.rint(blocks / steps) * steps).reshape(w.shape))
 
 
-def normalised(outliers: float = 30.0) -> Case:
+def normalized(outliers: float = 30.0) -> Case:
     weights = {
         "scale": uneven(outliers),
         "shift": normal(WIDTH),
@@ -97,7 +97,7 @@ def normalised(outliers: float = 30.0) -> Case:
 
 
 def test_outlier_channels_no_longer_cost_the_others_their_bits(tmp_path: Path) -> None:
-    before = saved(tmp_path, *normalised()[:2])
+    before = saved(tmp_path, *normalized()[:2])
     after, done = written(before, measured(before, "v"))
     assert (done.products, done.all_products, done.values) == (2, 2, 1)
     assert done.ratio_before > 15
@@ -109,7 +109,7 @@ def test_outlier_channels_no_longer_cost_the_others_their_bits(tmp_path: Path) -
 
 
 def test_the_factors_are_those_of_the_paper(tmp_path: Path) -> None:
-    nodes, weights, _ = normalised()
+    nodes, weights, _ = normalized()
     before = saved(tmp_path, nodes, weights)
     after, _ = written(before, measured(before, "v"), alpha=0.6)
     amax = np.abs(evaluate(before, X, "v")["v"]).max((0, 1))
@@ -198,7 +198,7 @@ def test_factors_fold_into_what_comes_before(tmp_path: Path, word: str) -> None:
 
 def homeless(word: str) -> Case:
     """Values whose factors have no free place."""
-    nodes, weights, value = normalised()
+    nodes, weights, value = normalized()
     match word:
         case "a residual reads it":
             return [*nodes[:2], node("Neg", "v", "o"), node("Concat", "a o", "y", axis=-1)], weights, value
@@ -247,7 +247,7 @@ def test_without_a_free_place_only_a_multiplication_helps(tmp_path: Path, word: 
 
 def test_a_multiplication_has_to_be_worth_it(tmp_path: Path) -> None:
     """A gain of a few percent is written where that is free, and not where it costs anything."""
-    nodes, weights, value = normalised(1.2)
+    nodes, weights, value = normalized(1.2)
     folding = saved(tmp_path / "free", nodes, weights)
     done = written(folding, measured(folding, value), insert=True)[1]
     assert 0.9 < done.error_after / done.error_before < 0.99
@@ -379,7 +379,7 @@ def test_only_what_named_products_read_is_scaled(tmp_path: Path) -> None:
 
 
 def test_a_weight_that_something_else_reads_is_left_alone(tmp_path: Path) -> None:
-    nodes, weights, value = normalised()
+    nodes, weights, value = normalized()
     before = saved(tmp_path, [*nodes, node("Neg", "w1", "z")], weights, "y z")
     after, done = written(before, measured(before, value), insert=True)
     assert (done.values, done.shared) == (0, 1)
@@ -396,7 +396,7 @@ def test_a_weight_that_is_read_along_both_axes_is_left_alone(tmp_path: Path) -> 
 
 
 def test_constants_with_other_readers_are_copied(tmp_path: Path) -> None:
-    nodes, weights, value = normalised()
+    nodes, weights, value = normalized()
     before = saved(tmp_path, [*nodes, node("LayerNormalization", "x scale shift", "z")], weights, "y z")
     after, done = written(before, measured(before, value))
     assert done.values == 1
@@ -406,14 +406,14 @@ def test_constants_with_other_readers_are_copied(tmp_path: Path) -> None:
 
 def test_factors_that_do_harm_are_left_out(tmp_path: Path) -> None:
     """Even activations and weights with outliers: α = 0 would move the outliers into the activations."""
-    nodes, weights, value = normalised(1.0)
+    nodes, weights, value = normalized(1.0)
     weights["shift"] = np.zeros(WIDTH, np.float32)
     weights["w1"] *= uneven()[:, None]
     weights["w2"] *= uneven()[:, None]
     before = saved(tmp_path, nodes, weights)
     ranges = measured(before, value)
     assert written(before, ranges, alpha=0.0)[1].even == 1
-    before = saved(tmp_path, *normalised()[:2])
+    before = saved(tmp_path, *normalized()[:2])
     assert written(before, measured(before, value), alpha=0.0)[1].even == 1
 
 
@@ -452,7 +452,7 @@ def test_the_estimated_error_is_the_error(kind: str) -> None:
 def test_fewer_exponents_are_tried_on_few_data(tmp_path: Path) -> None:
     assert max(smooth_quant.smooth_exponents(few=True)) == 0.5
     assert max(smooth_quant.smooth_exponents(few=False)) == 0.7
-    before = saved(tmp_path, *normalised()[:2])
+    before = saved(tmp_path, *normalized()[:2])
     ranges = measured(before, "v")  # 40 rows
     many = ranges.tensors["v"].model_copy(update={"count": 1 << 20})
     after = [written(before, ranges, alpha=None)[0].read_bytes()]
@@ -523,7 +523,7 @@ def test_the_pass_says_what_it_did_and_gives_the_same_bytes_twice(tmp_path: Path
 
 
 def test_the_pass_wants_ranges_of_this_graph(tmp_path: Path) -> None:
-    before = saved(tmp_path, *normalised()[:2])
+    before = saved(tmp_path, *normalized()[:2])
     with pytest.raises(UsageError, match="got none"):
         applied(before, tmp_path / "a", {})
     other = measured(before, "v").model_copy(update={"model_sha256": "other"})
@@ -543,7 +543,7 @@ def test_what_cannot_be_scaled_is_passed_on_with_the_reason(tmp_path: Path) -> N
 
 
 def test_two_products_share_one_multiplication(tmp_path: Path) -> None:
-    nodes, weights, value = normalised()
+    nodes, weights, value = normalized()
     before = saved(tmp_path, [*nodes, node("Neg", "v", "z")], weights, "y z")
     after, done = written(before, measured(before, value), insert=True)
     assert (done.products, done.inserted) == (2, 1)
@@ -552,7 +552,7 @@ def test_two_products_share_one_multiplication(tmp_path: Path) -> None:
 
 
 def test_a_weight_that_one_value_meets_twice_is_scaled_once(tmp_path: Path) -> None:
-    nodes, weights, value = normalised()
+    nodes, weights, value = normalized()
     again = [node("MatMul", "v w1", "c"), node("Add", "a c", "z")]
     before = saved(tmp_path, [*nodes, *again], weights, "y z")
     after, done = written(before, measured(before, value))
@@ -577,7 +577,7 @@ def test_awq_needs_inputs_that_divide_into_blocks(tmp_path: Path) -> None:
 
 
 def test_dead_channels_stay_as_they_are(tmp_path: Path) -> None:
-    nodes, weights, value = normalised()
+    nodes, weights, value = normalized()
     weights["scale"][0] = weights["shift"][0] = weights["w1"][1] = weights["w2"][1] = 0
     before = saved(tmp_path, nodes, weights)
     after, done = written(before, measured(before, value))

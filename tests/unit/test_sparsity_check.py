@@ -163,16 +163,16 @@ def test_weights_that_were_put_together_are_found_in_the_whole(tmp_path: Path) -
     assert check.follow(apart, other).missing == ("q", "k", "v")
 
 
-def quantised(path: Path, operator: str, weight: Any, inputs: str, **attributes: Any) -> Path:
+def quantized(path: Path, operator: str, weight: Any, inputs: str, **attributes: Any) -> Path:
     """One product whose integer weight has zero points that are not 0."""
     constants = {"w": weight, "s": np.float32(1), "z": np.uint8(3), **attributes.pop("constants", {})}
     domain = attributes.pop("domain", "")
     one = helper.make_node(operator, inputs.split(), ["y"], name="p", domain=domain, **attributes)
     x = helper.make_tensor_value_info("x", TensorProto.UINT8, None)
     y = helper.make_tensor_value_info("y", TensorProto.FLOAT, None)
-    initialisers = [numpy_helper.from_array(np.asarray(value), name) for name, value in constants.items()]
+    initializers = [numpy_helper.from_array(np.asarray(value), name) for name, value in constants.items()]
     opsets = [helper.make_opsetid("", 21), helper.make_opsetid("com.microsoft", 1)]
-    onnx.save(helper.make_model(helper.make_graph([one], "g", [x], [y], initialisers), opset_imports=opsets), path)
+    onnx.save(helper.make_model(helper.make_graph([one], "g", [x], [y], initializers), opset_imports=opsets), path)
     return path
 
 
@@ -185,11 +185,11 @@ def test_a_level_that_equals_its_zero_point_is_a_zero(tmp_path: Path) -> None:
         ("MatMulInteger", levels, "x w z p", {}),
         ("QLinearConv", levels.T.copy()[:, :, None, None], "x s z w s p s z", {}),
     ):
-        path = quantised(tmp_path / "q.onnx", name, weight, form, constants={"p": points}, **others)
+        path = quantized(tmp_path / "q.onnx", name, weight, form, constants={"p": points}, **others)
         (facts,) = check.sparse_weights(path)
         assert facts.two_of_four, name
         assert facts.zeros == facts.elements // 2
-        path = quantised(tmp_path / "q.onnx", name, weight, form, constants={"p": points + 1}, **others)
+        path = quantized(tmp_path / "q.onnx", name, weight, form, constants={"p": points + 1}, **others)
         assert not check.sparse_weights(path)[0].two_of_four, name
 
 

@@ -52,7 +52,7 @@ def assigned(
     return effect.rejected, read_records(scratch_artifact("record", out / "records.json", None))
 
 
-def test_what_is_trained_is_quantised_as_in_the_trial_that_came_nearest(tmp_path: Path) -> None:
+def test_what_is_trained_is_quantized_as_in_the_trial_that_came_nearest(tmp_path: Path) -> None:
     far, near = trial(error=0.3), trial(error=0.1, form="rescaled", method="entropy")
     mixed = trial(error=0.0, passed=True, phase="sensitive", kept=("MatMul_h",))
     rejected, found = assigned(tmp_path, "needed", far, near, mixed)
@@ -139,7 +139,7 @@ def test_the_float_graph_is_learnt_from(inputs: dict[str, Artifact]) -> None:
     assert models.student.module is not models.average.module
 
 
-def test_the_form_that_was_quantised_is_learnt_from(inputs: dict[str, Artifact], tmp_path: Path) -> None:
+def test_the_form_that_was_quantized_is_learnt_from(inputs: dict[str, Artifact], tmp_path: Path) -> None:
     """Values inside of it are other ones than those of the graph as it was given."""
     weights = {"w": 2 * normal(4, 8), "v": normal(8, 2, seed=1) / 2}
     path = save_graph(tmp_path / "rescaled", NODES, weights, x=("batch", 4))

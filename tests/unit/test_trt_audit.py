@@ -99,13 +99,13 @@ def test_products_that_run_as_asked_for(precision: str) -> None:
         products.append(("Conv", "node_Conv_806"))
     result = found(precision, graph(precision, precision, *products))
     assert result.products == result.requested == {precision: len(products)}
-    assert (result.otherwise, result.unseen, result.float_outputs, result.standalone_quantise) == ((), 0, 0, 0)
+    assert (result.otherwise, result.unseen, result.float_outputs, result.standalone_quantize) == ((), 0, 0, 0)
 
 
-def test_quantising_that_was_not_fused_is_counted() -> None:
+def test_quantizing_that_was_not_fused_is_counted() -> None:
     result = found("int8", graph("int8", "int8", ("Conv", "node_Conv_806"), ("Gemm", "node_linear")))
     assert result.products == result.requested == {"int8": 2}
-    assert (result.layers, result.float_outputs, result.standalone_quantise) == ({"fp32": 3, "int8": 2}, 2, 2)
+    assert (result.layers, result.float_outputs, result.standalone_quantize) == ({"fp32": 3, "int8": 2}, 2, 2)
     assert any("products that write floats: 2; kernels that only quantize: 2" in note for note in result.notes)
 
 
@@ -122,7 +122,7 @@ def test_a_kernel_that_only_names_a_product_is_not_taken_for_it() -> None:
     assert found("int8", graph("int8", "int8", ("Gemm", "node_linear"))).products == {"int8": 1}
 
 
-def test_narrow_weights_alone_are_told_from_quantised_products() -> None:
+def test_narrow_weights_alone_are_told_from_quantized_products() -> None:
     result = found("int4", graph("fp16", "int4", ("MatMul", "node_MatMul_12")))
     assert result.products == result.requested == {"fp16 with int4 weights": 1}
 
@@ -215,7 +215,7 @@ def test_layers_of_the_enterprise_flavour_are_read_in_both_forms(enterprise: str
     assert [layer.kind for layer in read_layers(enterprise) if layer.light] == light
     assert layers["/stem/relu"].precision == layers["/stem/pool"].precision == "fp16"
     assert (layers["/head/gemm"].reads, layers["/head/gemm"].holds) == (("Half",), ("Int4",))
-    assert [node for node, layer in layers.items() if layer.quantises] == ["/narrow/quant"]
+    assert [node for node, layer in layers.items() if layer.quantizes] == ["/narrow/quant"]
 
 
 def test_products_that_run_in_fp32_are_found_in_both_forms(enterprise: str) -> None:
@@ -224,7 +224,7 @@ def test_products_that_run_in_fp32_are_found_in_both_forms(enterprise: str) -> N
     assert result.products == {"fp32": 2, "bf16": 1, "fp16": 1}
     assert result.otherwise == ("/wide/conv fp16 → fp32", "/head/last fp16 → fp32", "/side/matmul fp16 → bf16")
     assert (result.unseen, result.problems) == (1, ())  # of a region of several kernels nothing is known
-    assert (result.standalone_quantise, result.float_outputs, result.reformats) == (1, 1, 1)
+    assert (result.standalone_quantize, result.float_outputs, result.reformats) == (1, 1, 1)
 
 
 @pytest.mark.parametrize(
@@ -320,9 +320,9 @@ def test_types_that_tensorrt_does_not_compute_in(given: onnx.ModelProto, words: 
         model(node("DequantizeLinear", "w s", "y", "quant"), weights=(SCALE, weight("w", T.UINT8))),
         model(node("DequantizeLinear", "x s z", "y", "quant"), weights=(SCALE, weight("z", T.UINT8, ()))),
     ],
-    ids=["zero point", "default", "empty name", "asked for", "weights", "dequantised"],
+    ids=["zero point", "default", "empty name", "asked for", "weights", "dequantized"],
 )
-def test_uint8_quantisation(given: onnx.ModelProto) -> None:
+def test_uint8_quantization(given: onnx.ModelProto) -> None:
     found = refusal(given)
     assert "'quant' quantizes to uint8" in found.message
     assert "int8 with zero point 0" in found.remedy
@@ -369,7 +369,7 @@ def test_types_that_a_target_lacks(kind: int, name: str, least: str, below: str,
     assert both.remedy.startswith(f"omit {below}")
 
 
-def test_a_type_that_quantisation_makes_counts_too() -> None:
+def test_a_type_that_quantization_makes_counts_too() -> None:
     given = model(node("QuantizeLinear", "x s", "q", output_dtype=T.FLOAT8E4M3FN), weights=(SCALE,))
     assert "float8e4m3fn" in refusal(given, "sm86").message
 

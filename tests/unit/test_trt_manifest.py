@@ -107,7 +107,7 @@ def test_a_manifest_reads_back_as_it_was_written(engine: Path) -> None:
         (lambda engine: beside(engine, "{}"), "is damaged"),
         (lambda engine: beside(engine, '{"schema_name": "enginesmith.engine/2"}'), "is damaged"),
         (lambda engine: changed(engine, engine="tensorrt_xyz"), "is damaged"),
-        (lambda engine: changed(engine, options={"optimisation": 3}), "is damaged"),
+        (lambda engine: changed(engine, options={"optimization": 3}), "is damaged"),
         (lambda engine: engine.unlink(), "there is no engine"),
     ],
     ids=["bit", "cut", "empty", "none", "json", "fields", "schema", "flavour", "options", "engine"],

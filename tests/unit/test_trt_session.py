@@ -275,8 +275,8 @@ def test_call_that_is_refused_while_captured(engine: Engine) -> None:
     with open_session(engine, cuda_graphs=True) as one:
         bound = one.bind(feeds(2))
         one.enqueue(bound)
-        engine.says = "this layer synchronises"
-        with pytest.raises(ModelError, match="synchronises"):
+        engine.says = "this layer synchronizes"
+        with pytest.raises(ModelError, match="synchronizes"):
             one.enqueue(bound)
         assert bound.graph is None
         assert Graph.capturing is None

@@ -1,11 +1,11 @@
 """ONNX Runtime by hand. https://onnxruntime.ai/docs/performance/model-optimizations/quantization.html recommends:
 
-- to prepare a graph before quantisation (``quant_pre_process``: shapes, and the optimiser);
-- dynamic quantisation for transformers and recurrent networks, static quantisation for convolutional ones;
+- to prepare a graph before quantization (``quant_pre_process``: shapes, and the optimizer);
+- dynamic quantization for transformers and recurrent networks, static quantization for convolutional ones;
 - ``reduce_range`` on AVX2 and AVX-512 processors without VNNI, where sums of two 8-bit products saturate.
 
 The fast kernels of x86-64 take unsigned activations, so the strongest static recipe has those, though the default does
-not. https://onnxruntime.ai/docs/performance/transformers-optimization.html has the optimiser of transformers.
+not. https://onnxruntime.ai/docs/performance/transformers-optimization.html has the optimizer of transformers.
 """
 
 from pathlib import Path
@@ -30,7 +30,7 @@ def _open(path: Path, threads: int) -> Call:
 
 
 def open_exported(job: Job) -> Call:
-    """Open the graph as it was exported; the session optimises it with all that it has."""
+    """Open the graph as it was exported; the session optimizes it with all that it has."""
     return _open(job.graph, job.threads)
 
 
@@ -69,14 +69,14 @@ def _reader(job: Job) -> Any:
 
 
 def _static(job: Job) -> None:
-    """Quantise with all defaults."""
+    """Quantize with all defaults."""
     from onnxruntime.quantization import quantize_static
 
     quantize_static(_preprocess(job), job.file(_MADE), _reader(job))
 
 
 def _static_u8(job: Job) -> None:
-    """Quantise to asymmetric uint8 activations and int8 weights per channel: the fast kernels of x86-64."""
+    """Quantize to asymmetric uint8 activations and int8 weights per channel: the fast kernels of x86-64."""
     from onnxruntime.quantization import QuantType, quantize_static
 
     quantize_static(
@@ -96,11 +96,11 @@ def _has_vnni() -> bool:
 
 
 def _dynamic(job: Job) -> None:
-    """Quantise weights per channel, and activations at run time."""
-    _quantise_dynamic(_preprocess(job), job)
+    """Quantize weights per channel, and activations at run time."""
+    _quantize_dynamic(_preprocess(job), job)
 
 
-def _quantise_dynamic(graph: Path, job: Job) -> None:
+def _quantize_dynamic(graph: Path, job: Job) -> None:
     from onnx import TensorProto
     from onnxruntime.quantization import QuantType, quantize_dynamic
 
@@ -114,18 +114,18 @@ def _quantise_dynamic(graph: Path, job: Job) -> None:
     )
 
 
-def _optimise(job: Job, name: str = _MADE) -> Path:
-    """Fuse attention, layer normalisation and GELU by the optimiser of transformers."""
+def _optimize(job: Job, name: str = _MADE) -> Path:
+    """Fuse attention, layer normalization and GELU by the optimizer of transformers."""
     from onnxruntime.transformers.optimizer import optimize_model
 
-    optimised = optimize_model(str(job.graph), model_type="bert", opt_level=1)
-    optimised.save_model_to_file(str(job.file(name)))
+    optimized = optimize_model(str(job.graph), model_type="bert", opt_level=1)
+    optimized.save_model_to_file(str(job.file(name)))
     return job.file(name)
 
 
-def _optimise_dynamic(job: Job) -> None:
-    """Fuse first, then quantise: the order that the page on transformers has."""
-    _quantise_dynamic(_optimise(job, "fused.onnx"), job)
+def _optimize_dynamic(job: Job) -> None:
+    """Fuse first, then quantize: the order that the page on transformers has."""
+    _quantize_dynamic(_optimize(job, "fused.onnx"), job)
 
 
 RECIPES = {
@@ -133,6 +133,6 @@ RECIPES = {
     "static": Recipe(_static, open_made),
     "static_u8": Recipe(_static_u8, open_made),
     "dynamic": Recipe(_dynamic, open_made),
-    "optimiser": Recipe(lambda job: (_optimise(job), None)[1], open_made),
-    "optimiser_dynamic": Recipe(_optimise_dynamic, open_made),
+    "optimizer": Recipe(lambda job: (_optimize(job), None)[1], open_made),
+    "optimizer_dynamic": Recipe(_optimize_dynamic, open_made),
 }

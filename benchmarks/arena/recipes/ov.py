@@ -18,7 +18,7 @@ _MADE = "made.xml"
 
 
 def _opener(made: bool, precision: str | None) -> Any:
-    """Make the function that opens the exported graph or the quantised one."""
+    """Make the function that opens the exported graph or the quantized one."""
 
     def open_model(job: Job) -> Call:
         core = openvino.Core()
@@ -58,7 +58,7 @@ def _model_type(job: Job) -> Any:
     return nncf.ModelType.TRANSFORMER if job.transformer else None
 
 
-def _quantise(job: Job) -> None:
+def _quantize(job: Job) -> None:
     import nncf
 
     items = _items(job)
@@ -67,7 +67,7 @@ def _quantise(job: Job) -> None:
     openvino.save_model(made, job.file(_MADE), compress_to_fp16=False)
 
 
-def _quantise_with_control(job: Job) -> None:
+def _quantize_with_control(job: Job) -> None:
     import nncf
 
     _, labels = job.data(EVALUATION)
@@ -94,6 +94,6 @@ def _quantise_with_control(job: Job) -> None:
 RECIPES = {
     "fp32": Recipe(_nothing, _opener(False, "f32")),
     "bf16": Recipe(_nothing, _opener(False, "bf16")),
-    "nncf": Recipe(_quantise, _opener(True, None)),
-    "nncf_control": Recipe(_quantise_with_control, _opener(True, None)),
+    "nncf": Recipe(_quantize, _opener(True, None)),
+    "nncf_control": Recipe(_quantize_with_control, _opener(True, None)),
 }

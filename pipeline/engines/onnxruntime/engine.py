@@ -1,7 +1,7 @@
 """Build and run engines of ONNX Runtime, on its CPU or CUDA provider.
 
-By default the engine file is the graph that ONNX Runtime makes of the model, optimised once in ``build``. Against
-optimising at every load (2 cores), ResNet-50 then loads in 18 instead of 137 ms and BERT-base in 355 instead of 399 ms;
+By default the engine file is the graph that ONNX Runtime makes of the model, optimized once in ``build``. Against
+optimizing at every load (2 cores), ResNet-50 then loads in 18 instead of 137 ms and BERT-base in 355 instead of 399 ms;
 loading ResNet-50 peaks at 17 instead of 163 MB, because the weights are mapped from the file and none is laid out anew.
 Such a graph holds for the vector units and the version it was made with: both are recorded beside it, and ``load``
 refuses others.
@@ -59,7 +59,7 @@ if TYPE_CHECKING:
 _logger = logging.getLogger(__name__)
 _MODEL, _RECORD, _TRACE = "model.onnx", "engine.json", "trace"
 _TRITON_LEVELS = {"ORT_ENABLE_EXTENDED": 1, "ORT_ENABLE_BASIC": -1, "ORT_DISABLE_ALL": 2}
-"""Levels of Triton's backend; all optimisations are on where none is given."""
+"""Levels of Triton's backend; all optimizations are on where none is given."""
 _CUDNN_OF_ONNXRUNTIME = 9
 _GRAPHS = "enable_cuda_graph"
 RECORD_NODES = "session.record_ep_graph_assignment_info"
@@ -118,7 +118,7 @@ class OnnxRuntime(Engine):
 
     graph_optimization: Level = "all"
     save_optimized: bool = True
-    """Optimise in ``build`` and keep the result; otherwise the engine is the model itself, optimised at every load."""
+    """Optimize in ``build`` and keep the result; otherwise the engine is the model itself, optimized at every load."""
     memory_arena: bool = True
     """Keep freed memory for the next call: faster, and the peak is somewhat higher."""
     tf32: bool = False
@@ -128,7 +128,7 @@ class OnnxRuntime(Engine):
     session_options: tuple[str, ...] = ()
     """Options of the session on the CPU that are not its defaults: ``session.intra_op.allow_spinning=0``."""
     without: tuple[str, ...] = ()
-    """Optimisations that are left out, by ONNX Runtime's names: those that get the model wrong."""
+    """Optimizations that are left out, by ONNX Runtime's names: those that get the model wrong."""
     cuda_graphs: bool = False
     """Replay each bound set of feeds as a CUDA graph: one launch instead of one for each node."""
     emulate: bool = False
@@ -140,7 +140,7 @@ class OnnxRuntime(Engine):
 
     @classmethod
     def simulating(cls) -> Engine:
-        """Run a graph without optimising it, half types and float8 emulated."""
+        """Run a graph without optimizing it, half types and float8 emulated."""
         return cls(graph_optimization="disabled", emulate=True)
 
     def describe_plain_use(self, graph: Path) -> str:
@@ -219,7 +219,7 @@ class OnnxRuntime(Engine):
 
     @classmethod
     def from_package(cls, options: Mapping[str, Any]) -> Engine:
-        """Take the optimisation level and known options; the graph is optimised when it is loaded."""
+        """Take the optimization level and known options; the graph is optimized when it is loaded."""
         by_name = {value: key for key, value in LEVELS.items()}
         level = by_name.get(options.get("graph_optimization_level", ""), "all")
         given = providers.packaged_settings(cls.provider, options)
@@ -340,12 +340,12 @@ class OnnxRuntime(Engine):
         return Effect(file=_MODEL, summary=summary, notes=(note,), signature=artifact.signature)
 
     def _saves(self, device: Device) -> bool:
-        """Tell whether the engine is the optimised graph; never on CUDA, where that may not load elsewhere."""
+        """Tell whether the engine is the optimized graph; never on CUDA, where that may not load elsewhere."""
         wanted = self.save_optimized and self.graph_optimization != "disabled" and not self.emulate
         return wanted and device.kind == "cpu"
 
     def executed(self, artifact: Artifact, device: Device, scratch: Path) -> Path:
-        """Give the engine itself where it is the optimised graph, else what a session makes of it when it is loaded."""
+        """Give the engine itself where it is the optimized graph, else what a session makes of it when it is loaded."""
         if (artifact.folder / _RECORD).is_file():
             return artifact.path
         self.require(device)
@@ -355,7 +355,7 @@ class OnnxRuntime(Engine):
         return scratch / _MODEL
 
     def assign_nodes(self, artifact: Artifact, device: Device) -> dict[str, dict[str, int]]:
-        """Count nodes by execution provider on CUDA, after ONNX Runtime's basic optimisations."""
+        """Count nodes by execution provider on CUDA, after ONNX Runtime's basic optimizations."""
         if device.kind == "cpu":
             return {}
         self.require(device)
@@ -490,7 +490,7 @@ def count_nodes(parts: "Iterable[OrtEpAssignedSubgraph]", names: Iterable[str]) 
 
 @functools.cache
 def _here(device: Device) -> _Record:
-    """Record what a graph that is optimised here depends on; layouts follow the processor's vector units."""
+    """Record what a graph that is optimized here depends on; layouts follow the processor's vector units."""
     version = next(iter(versions(OnnxRuntime.tools).values()), "unknown")
     return _Record(onnxruntime=version, processor=" ".join((platform.machine(), *vector_units())), device=device.kind)
 
@@ -529,12 +529,12 @@ def _check_builds(stack: Stack) -> Iterator[Check]:
 
 
 def _list_wrong(options: Mapping[str, Any]) -> list[str]:
-    """List the optimisers that a package leaves out because they get its graph wrong, not because they are slow."""
+    """List the optimizers that a package leaves out because they get its graph wrong, not because they are slow."""
     return [name for name in options["session"]["disabled_optimizers"] if name not in SLOW_ON_CPU]
 
 
 def _configure_triton(options: Mapping[str, Any], device: str) -> Fields:
-    """Set the optimisation level, the CUDA accelerator and the threads, as the backend's README has them."""
+    """Set the optimization level, the CUDA accelerator and the threads, as the backend's README has them."""
     level = _TRITON_LEVELS.get("ORT_DISABLE_ALL" if _list_wrong(options) else options["graph_optimization_level"])
     inner: Fields = [] if level is None else [("graph", Message([("level", level)]))]
     if device == "cuda":

@@ -1,7 +1,7 @@
-"""Time the nodes of an optimised graph by ONNX Runtime's trace, and find the modules whose work they do.
+"""Time the nodes of an optimized graph by ONNX Runtime's trace, and find the modules whose work they do.
 
-ONNX Runtime drops the metadata of nodes when it optimises, and names what it fuses as it likes; the values between
-nodes mostly keep their names. So a node of the optimised graph stands for those nodes of the graph it was made from
+ONNX Runtime drops the metadata of nodes when it optimizes, and names what it fuses as it likes; the values between
+nodes mostly keep their names. So a node of the optimized graph stands for those nodes of the graph it was made from
 that lie between what it reads and what it writes.
 
 A trace is a list of events with a start and a duration in whole microseconds: ``model_run`` is one inference, and each
@@ -37,7 +37,7 @@ _BLOCKED = "_nchwc"
 _COPY = re.compile(r"_token_\d+$")
 """Suffix that ONNX Runtime puts behind the name of a node that it made anew."""
 _CLAMPS = ("Relu", "Clip")
-"""Activations that quantising does by itself."""
+"""Activations that quantizing does by itself."""
 _SUM = 3
 """Input of a blocked convolution that is added to its result."""
 _WRAPPER = "model."
@@ -117,7 +117,7 @@ class Provenance:
         return self._origin(others)
 
     def of_executed(self, path: Path) -> dict[str, Origin]:
-        """Find the origin of each node's work in an optimised file, by the node's name.
+        """Find the origin of each node's work in an optimized file, by the node's name.
 
         Raises:
             InvalidGraph: it cannot be read.
@@ -181,7 +181,7 @@ class Provenance:
         yield path
 
     def _aliases(self, executed: "list[onnx.NodeProto]") -> dict[str, str]:
-        """Map values of the optimised graph to their names in this one."""
+        """Map values of the optimized graph to their names in this one."""
         known = {*self._makers, *self._constants}
         same = {value: value for node in executed for value in (*node.input, *node.output) if value in known}
         for node in reversed(executed):  # a value in another layout is known by what is made of it
@@ -196,11 +196,11 @@ class Provenance:
             elif _BLOCKED in node.name and value in self._makers:
                 same[node.output[0]] = self._behind_fused(node, value)
             elif (original := self._named.get(_COPY.sub("", node.name))) is not None:
-                same[node.output[0]] = self._quantised(original.output[0], same)
+                same[node.output[0]] = self._quantized(original.output[0], same)
         return same
 
-    def _quantised(self, value: str, same: Mapping[str, str]) -> str:
-        """Follow a value to its quantised form, where no node of the engine quantises it by itself."""
+    def _quantized(self, value: str, same: Mapping[str, str]) -> str:
+        """Follow a value to its quantized form, where no node of the engine quantizes it by itself."""
         behind, steps = value, self._readers.get(value, ())
         for operators in (_CLAMPS, ("QuantizeLinear",)):
             following = next((step for step in steps if step.op_type in operators and step.output[0] not in same), None)
@@ -286,7 +286,7 @@ def _self_times(events: Sequence[Event]) -> Iterator[tuple[str, float, Event]]:
 
 
 def _inside(event: Event, outer: Event) -> bool:
-    """Tell if a node runs in another's subgraph; only these operators have one, and neighbours may touch."""
+    """Tell if a node runs in another's subgraph; only these operators have one, and neighbors may touch."""
     has_body = outer.get("args", {}).get("op_name") in ("If", "Loop", "Scan", "SequenceMap")
     return has_body and event.get("tid") == outer.get("tid") and _within(event, outer)
 

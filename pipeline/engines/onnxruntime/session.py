@@ -68,13 +68,13 @@ _BEHIND_SIGNATURES = re.compile(r"[A-Z]+ failure \d+: .*?(?= ;|$)|Failed to allo
 """Message of CUDA's libraries or of the arena, after paths and signatures of functions that it went through."""
 _WITHOUT_GRAPHS = "run it without CUDA graphs: --cuda-graphs off"
 _WRONG_IN_HALF = ("WeightBiasQuantization",)
-"""Optimisations that multiply two scales in their own type, and get next to nothing in float16."""
+"""Optimizations that multiply two scales in their own type, and get next to nothing in float16."""
 _WRONG_IN_FLOAT8 = (*_WRONG_IN_HALF, "ReluQuantRewrite", "ClipQuantRewrite", "QDQSelectorActionTransformer")
-"""Optimisations that take all pairs for pairs of integers: biases become int32, also those that are too large for it; a
+"""Optimizations that take all pairs for pairs of integers: biases become int32, also those that are too large for it; a
 Relu before a pair goes, as if what rounds stored nothing below 0; a Clip ends loading; and products become kernels of
 integers, which refuse to load float8, or lose what they read."""
 SLOW_ON_CPU = ("SkipLayerNormFusion", "BiasGeluFusion")
-"""Optimisations that fuse an Add with what reads it, into kernels that take longer on the CPU than the two operators:
+"""Optimizations that fuse an Add with what reads it, into kernels that take longer on the CPU than the two operators:
 BERT-base in 1.31 (1 thread, sequence 128) spends 11.7 instead of 2.4 ms on the first (AVX-512 VNNI; AVX2: 13.8 instead
 of 3.5 ms), and 4.5 instead of 3.7 ms on the second."""
 
@@ -93,7 +93,7 @@ OPTIMIZERS = (
     *("ReluQuantRewrite", "ClipQuantRewrite"),
     *("MatMulIntegerToFloatFusion", "DynamicQuantizeMatMulFusion", "NchwcTransformer", "NhwcTransformer"),
 )
-"""Names of ONNX Runtime's optimisations that can be left out, one by one, to find the one that gets a graph wrong."""
+"""Names of ONNX Runtime's optimizations that can be left out, one by one, to find the one that gets a graph wrong."""
 
 
 @functools.cache
@@ -141,7 +141,7 @@ def counted_options(device: int) -> dict[str, str]:
 def session_options(
     device: Device, level: Level, memory_arena: bool, save_to: Path | None = None, trace: Path | None = None
 ) -> Any:
-    """Make session options; with ``save_to`` the optimised graph is written there, its weights in a file beside it.
+    """Make session options; with ``save_to`` the optimized graph is written there, its weights in a file beside it.
 
     With ``trace`` what runs is profiled, into files whose names start so.
     """
@@ -174,7 +174,7 @@ def open_session(
 ) -> "onnxruntime.InferenceSession":
     """Open a session that runs on the device that was asked for, or none.
 
-    ``content`` is the graph, if it is another one than the file's; its weights lie where the file's do. Optimisations
+    ``content`` is the graph, if it is another one than the file's; its weights lie where the file's do. Optimizations
     are left out by ``without``.
 
     Raises:
@@ -208,12 +208,12 @@ def open_session(
 
 
 def disabled_optimizers(path: Path, device: Device) -> list[str]:
-    """List optimisations that get a graph wrong, or that make it slower on this device, by ONNX Runtime's names."""
+    """List optimizations that get a graph wrong, or that make it slower on this device, by ONNX Runtime's names."""
     return [*find_wrong_optimizers(path), *(SLOW_ON_CPU if device.kind == "cpu" else ())]
 
 
 def find_wrong_optimizers(path: Path) -> tuple[str, ...]:
-    """Find the optimisations that get a graph wrong by the types of its Q/DQ pairs; graphs without are not parsed."""
+    """Find the optimizations that get a graph wrong by the types of its Q/DQ pairs; graphs without are not parsed."""
     try:
         with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as content:
             if content.find(b"QuantizeLinear") < 0:

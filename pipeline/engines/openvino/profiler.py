@@ -106,10 +106,10 @@ def read_layers(compiled: Any, rounded: Collection[str]) -> Iterator[Layer]:
 def find_rounded(graph: "onnx.ModelProto") -> tuple[set[str], list[str]]:
     """Find the nodes that read or write int8, and the products that multiply two factors in it, by name."""
     nodes = list(model_file.nodes(graph))
-    quantised = {node.input[0] for node in nodes if node.op_type == "QuantizeLinear"}
+    quantized = {node.input[0] for node in nodes if node.op_type == "QuantizeLinear"}
     known = find_dequantized(nodes)
     products = [node.name for node in nodes if is_product(node) and known.issuperset(node.input[:2])]
-    near = (node for node in nodes if known & set(node.input) or quantised & set(node.output))
+    near = (node for node in nodes if known & set(node.input) or quantized & set(node.output))
     return {node.name for node in (*near, *(node for node in nodes if node.op_type in CONVERTERS))}, products
 
 

@@ -59,7 +59,7 @@ def compile_options(threads: int, hint: FloatType) -> dict[str, Any]:
 
     Threads are not pinned: a process in a container would pin them to cores that others use, too. Hyper-threads count
     as cores, because OpenVINO else takes fewer threads than it is told to. Products whose weights are compressed do not
-    quantise their activations, which no graph asks for.
+    quantize their activations, which no graph asks for.
     """
     return {
         "PERFORMANCE_HINT": "LATENCY",

@@ -378,7 +378,7 @@ def compute_capabilities(target: str | None, known: Capabilities) -> tuple[str, 
 
 
 def _profile(builder: Any, network: Any, shapes: Profile) -> Any:
-    """Make an optimisation profile.
+    """Make an optimization profile.
 
     Raises:
         UnsupportedGraph: an input whose values decide shapes.

@@ -53,7 +53,7 @@ _SHOWN = 200  # characters of a line of the builder's log
 
 
 def make_profiles(signature: Signature, ranges: Mapping[str, ShapeRange], more: tuple[str, ...]) -> tuple[Profile, ...]:
-    """Plan the optimisation profiles asked for, in their order, and the whole range as the last one.
+    """Plan the optimization profiles asked for, in their order, and the whole range as the last one.
 
     One of ``more`` is written as ``batch=1:1:1,seq=1:64:128``; dimensions that are not named keep their whole range.
 

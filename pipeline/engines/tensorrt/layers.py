@@ -50,7 +50,7 @@ _WEIGHT_PRECISIONS = {
     "float4e2m1": "fp4",
     "float64": "fp64",
 }
-_QUANTISED, _FLOATS = ("int8", "fp8", "fp4", "int4"), ("fp32", "fp16", "bf16")
+_QUANTIZED, _FLOATS = ("int8", "fp8", "fp4", "int4"), ("fp32", "fp16", "bf16")
 _PRODUCTS = ("Conv", "ConvTranspose", "MatMul", "Gemm", "Attention", "LSTM", "GRU", "Einsum")
 _LIGHT = ("kgen", "shape_call", "maxpool", "avgpool", "pool", "copy", "signal", "wait")
 """Kinds of the compiler's kernels that multiply no matrices."""
@@ -85,10 +85,10 @@ class Audit(BaseModel, frozen=True):
     """Products that run in another precision than the graph asks for."""
     unseen: int = 0
     """Products that no layer names: folded into others, or renamed."""
-    standalone_quantise: int = 0
-    """Kernels that only turn floats into quantised values, which a fused engine would not have."""
+    standalone_quantize: int = 0
+    """Kernels that only turn floats into quantized values, which a fused engine would not have."""
     float_outputs: int = 0
-    """Quantised products that write floats, so that something else has to quantise again."""
+    """Quantized products that write floats, so that something else has to quantize again."""
     reformats: int = 0
     """Kernels that only move data into another layout."""
     problems: tuple[str, ...] = ()
@@ -100,7 +100,7 @@ class Audit(BaseModel, frozen=True):
         """Remarks for people."""
         total = sum(self.requested.values())
         counts = ", ".join(f"{count} {name}" for name, count in self.products.items()) or "none is known"
-        slow = f"kernels that only quantize: {self.standalone_quantise}; this may be slower than fp16"
+        slow = f"kernels that only quantize: {self.standalone_quantize}; this may be slower than fp16"
         notes = (
             (total, f"products by precision: {counts}, of {total} in the graph"),
             (not self.layers, "no layer can be read in the builder's log, so the precisions are not known"),
@@ -142,8 +142,8 @@ class Layer:
         return self.light and bool(_MOVES.search(self.name)) and self.reads == self.writes
 
     @property
-    def quantises(self) -> bool:
-        """True if it multiplies nothing, reads floats and writes quantised values."""
+    def quantizes(self) -> bool:
+        """True if it multiplies nothing, reads floats and writes quantized values."""
         return self.light and self.precision in _FLOATS and not {"Int8", "FP8", "FP4"}.isdisjoint(self.writes)
 
 
@@ -198,7 +198,7 @@ def audit(
         requested=_count(requested_precisions.values()),
         otherwise=tuple(otherwise),
         unseen=len(requested_precisions) - len(engine_precisions),
-        standalone_quantise=sum(layer.quantises for layer in layers),
+        standalone_quantize=sum(layer.quantizes for layer in layers),
         float_outputs=sum(not {"Float", "Half", "BFloat16"}.isdisjoint(layer.writes) for layer in narrow),
         reformats=sum(layer.moves for layer in layers),
         problems=tuple(_io_problems(tensors, signature)),
@@ -217,7 +217,7 @@ def _runs_in(node: str, layers: Sequence[Layer]) -> str | None:
     if product is None:
         return None
     weights = narrowest(product.holds, _PRECISIONS)
-    if weights in ("int4", "fp4") and product.precision not in _QUANTISED:
+    if weights in ("int4", "fp4") and product.precision not in _QUANTIZED:
         return f"{product.precision} with {weights} weights"
     return product.precision
 
@@ -233,8 +233,8 @@ def _list_asked(model: "onnx.ModelProto") -> Iterator[tuple[str, str]]:
     for node in model.graph.node:
         if node.op_type in _PRODUCTS and node.name and len(node.input) > 1:
             left, right = (_operand(name, makers, types) for name in node.input[:2])
-            wide = next((side for side in (left, right) if side and side not in _QUANTISED), "fp32")
-            if left in _QUANTISED and right in _QUANTISED:
+            wide = next((side for side in (left, right) if side and side not in _QUANTIZED), "fp32")
+            if left in _QUANTIZED and right in _QUANTIZED:
                 yield node.name, left
             elif left is not None or right is not None:
                 yield node.name, f"{wide} with {right} weights" if right in ("int4", "fp4") else wide

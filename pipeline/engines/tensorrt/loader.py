@@ -242,7 +242,7 @@ def open_engine(
     allowed: BuildOptions,
     options: SessionOptions,
 ) -> Opened:
-    """Deserialise an engine whose manifest was checked.
+    """Deserialize an engine whose manifest was checked.
 
     ``allowed`` says which plugin libraries and whether host code may be run: the user says so, never the file.
 
@@ -354,7 +354,7 @@ def open_context(opened: Opened, shapes: Mapping[str, tuple[int, ...]], stream: 
     """Make an execution context; give bytes of its activations at these shapes, and at the profile's largest shape.
 
     Raises:
-        SignatureError: no optimisation profile takes the shapes.
+        SignatureError: no optimization profile takes the shapes.
         ModelError: TensorRT does not; StepOutOfMemory where memory was what it lacked.
     """
     engine, log = opened.engine, opened.log

@@ -134,7 +134,7 @@ def _types(model: "onnx.ModelProto") -> Iterator[Problem]:
 
 
 def _zero_points(model: "onnx.ModelProto") -> Iterator[Problem]:
-    """Yield Q/DQ nodes that quantise to uint8, with or without a zero point that says so."""
+    """Yield Q/DQ nodes that quantize to uint8, with or without a zero point that says so."""
     kinds = {tensor.name: model_file.dtype_name(tensor.data_type) for tensor in model.graph.initializer}
     for node in model_file.nodes(model):
         if node.op_type not in ("QuantizeLinear", "DequantizeLinear"):
@@ -278,8 +278,8 @@ def _reason(error: _Refused, node: "onnx.NodeProto | None") -> tuple[str, str]:
     standard = node is not None and node.domain in ("", "ai.onnx")
     lacking = error.code == "UNSUPPORTED_NODE" and error.text in ("false", "")
     if lacking or (standard and ("Plugin not found" in error.text or "plugin creator" in error.text)):
-        quantised = error.operator.startswith(_OTHER_FORMATS)
-        return "TensorRT does not have this operator", _QDQ if quantised else _WORKS_WITH
+        quantized = error.operator.startswith(_OTHER_FORMATS)
+        return "TensorRT does not have this operator", _QDQ if quantized else _WORKS_WITH
     for words, reason in _WHY.items():
         if words in error.text:
             return reason

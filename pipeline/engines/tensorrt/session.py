@@ -123,7 +123,7 @@ class TensorRTSession(Session):
         """Copy feeds to the device, and make room for activations, and for outputs whose shapes are known.
 
         Raises:
-            SignatureError: no optimisation profile takes these shapes.
+            SignatureError: no optimization profile takes these shapes.
             ModelError: TensorRT does not, or outputs of unknown shape were to be part of a CUDA graph.
             StepOutOfMemory: there is not enough memory on the device.
         """

@@ -313,7 +313,7 @@ def _compile(program: Any, path: Path, device: Device) -> None:
     """Compile a program into a package; files that Inductor writes on the way are removed.
 
     The number of threads becomes part of the code. Where it is left open (``cpp.dynamic_threads``), even the smallest
-    kernels start threads. On the CPU weights are frozen: normalisations are folded into convolutions, and weights
+    kernels start threads. On the CPU weights are frozen: normalizations are folded into convolutions, and weights
     are laid out for the kernels (ResNet-18, batch 1, one thread: 1.4 times as fast as without). On CUDA weights come
     from torch's caching allocator, as all else that the package takes there.
     """

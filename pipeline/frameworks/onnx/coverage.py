@@ -1,7 +1,7 @@
 """Count the multiply-adds of a graph at concrete sizes, and compute the shares of its work and weights by precision.
 
 Whatever a kernel multiplies counts, so blocks of channels that ONNX Runtime fills up with zeros do too. Additions alone
-(normalisations, softmax, activations) do not. Loops count once, as their length is not in the file.
+(normalizations, softmax, activations) do not. Loops count once, as their length is not in the file.
 """
 
 from collections import Counter
@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from enginesmith.pipeline.frameworks.onnx.shapes import View, attributes, view
-from enginesmith.pipeline.frameworks.records import HALF, QUANTISED, Coverage
+from enginesmith.pipeline.frameworks.records import HALF, QUANTIZED, Coverage
 
 if TYPE_CHECKING:
     import onnx
@@ -133,10 +133,10 @@ _FORMULAS: "dict[str, Callable[[onnx.NodeProto, ShapeOf], int]]" = {
 }
 
 
-# Producers and readers of values, seen through quantisation and changes of layout.
+# Producers and readers of values, seen through quantization and changes of layout.
 
-_QUANTISERS = ("QuantizeLinear", "DynamicQuantizeLinear")
-CONVERTERS = (*_QUANTISERS, "DequantizeLinear")
+_QUANTIZERS = ("QuantizeLinear", "DynamicQuantizeLinear")
+CONVERTERS = (*_QUANTIZERS, "DequantizeLinear")
 _LAYOUT = ("Transpose", "Reshape", "Squeeze", "Unsqueeze", "Flatten", "Identity", "Expand", "Slice", "Gather", "Split")
 _MOVES = (*_LAYOUT, "MaxPool", "Resize", "Tile", "Concat")
 """Operators whose results are numbers that they read; so int8 stays int8."""
@@ -160,7 +160,7 @@ class _Structure:
         return self.graph.value(value).dtype in dtypes
 
     def maker(self, value: str) -> "onnx.NodeProto | None":
-        """Return the node that makes a value; None for inputs and initialisers."""
+        """Return the node that makes a value; None for inputs and initializers."""
         return self.graph.nodes[self.makers[value]] if value in self.makers else None
 
     def readers_of(self, node: "onnx.NodeProto") -> "Iterator[onnx.NodeProto]":
@@ -185,7 +185,7 @@ class _Structure:
             yield from self.origins(name)
 
     def stored_precision(self, value: str, through: tuple[str, ...] = ()) -> str:
-        """Return the precision that a value had before it was dequantised; its own, if it was not."""
+        """Return the precision that a value had before it was dequantized; its own, if it was not."""
         node = self.maker(self.source(value, through))
         if node is not None and node.op_type == "DequantizeLinear":
             value = node.input[0]
@@ -219,7 +219,7 @@ def _count_islands(structure: _Structure, products: AbstractSet[str], *, halves:
     """Count connected runs of operators in low precision; ``products`` are the ones known to be in it.
 
     In a graph still to be built (not ``executed``), an operator between DequantizeLinear and QuantizeLinear is in low
-    precision, as engines fuse that; and a value quantised and dequantised between two of them connects them.
+    precision, as engines fuse that; and a value quantized and dequantized between two of them connects them.
     """
     if not products:
         return 0
@@ -248,7 +248,7 @@ def _count_islands(structure: _Structure, products: AbstractSet[str], *, halves:
 
 
 def _is_between_pairs(node: "onnx.NodeProto", structure: _Structure, low: "dict[str, None]") -> bool:
-    """Tell whether all inputs were dequantised or are in low precision, and all outputs are quantised at once."""
+    """Tell whether all inputs were dequantized or are in low precision, and all outputs are quantized at once."""
     given = [value for value in node.input if value and value not in structure.graph.constants]
     if node.op_type not in _FUSED or not given:
         return False
@@ -258,14 +258,14 @@ def _is_between_pairs(node: "onnx.NodeProto", structure: _Structure, low: "dict[
             return False
         if maker.op_type != "DequantizeLinear" and structure.makers[value] not in low:
             return False
-    return _is_quantised_at_once(node, structure)
+    return _is_quantized_at_once(node, structure)
 
 
-def _is_quantised_at_once(node: "onnx.NodeProto", structure: _Structure) -> bool:
-    """Fold a Relu into quantisation, where it costs nothing: it is part of how the result is rounded."""
+def _is_quantized_at_once(node: "onnx.NodeProto", structure: _Structure) -> bool:
+    """Fold a Relu into quantization, where it costs nothing: it is part of how the result is rounded."""
     readers = list(structure.readers_of(node))
     return bool(readers) and all(
-        reader.op_type in _QUANTISERS or (reader.op_type in _RECTIFIERS and _is_quantised_at_once(reader, structure))
+        reader.op_type in _QUANTIZERS or (reader.op_type in _RECTIFIERS and _is_quantized_at_once(reader, structure))
         for reader in readers
     )
 
@@ -298,7 +298,7 @@ _UNKNOWN = "unknown"
 def compute_coverage(path: Path, sizes: Mapping[str, int], *, executed: bool = False) -> Coverage:
     """Compute a file's shares at concrete sizes of its dynamic dimensions.
 
-    In a graph that is still to be built, a product of what DequantizeLinear unpacks counts as quantised: that is what
+    In a graph that is still to be built, a product of what DequantizeLinear unpacks counts as quantized: that is what
     it asks for. In one that is ``executed`` as it stands, it is computed in floating point.
 
     Raises:
@@ -319,9 +319,9 @@ def compute_coverage(path: Path, sizes: Mapping[str, int], *, executed: bool = F
         unfused += executed and read in _EIGHT_BITS and node.op_type not in _INTEGER_KERNELS
     total = work.total()
     shares = _shares(work, total)
-    low = QUANTISED if any(precision in QUANTISED for precision in runs_in.values()) else HALF
+    low = QUANTIZED if any(precision in QUANTIZED for precision in runs_in.values()) else HALF
     lowered = {name for name, precision in runs_in.items() if precision in low}
-    quantisers = [node for node in nodes if node.op_type == "QuantizeLinear"]
+    quantizers = [node for node in nodes if node.op_type == "QuantizeLinear"]
     casts = [node for node in nodes if node.op_type == "Cast" and node.input[0] not in graph.constants]
     return Coverage(
         total_macs=total,
@@ -331,7 +331,7 @@ def compute_coverage(path: Path, sizes: Mapping[str, int], *, executed: bool = F
         products=dict(Counter(runs_in.values()).most_common()),
         unknown_products=sum(macs is None for macs in counted.values()),
         qdq_pairs=sum(
-            any(reader.op_type == "DequantizeLinear" for reader in structure.readers_of(node)) for node in quantisers
+            any(reader.op_type == "DequantizeLinear" for reader in structure.readers_of(node)) for node in quantizers
         ),
         unfused=unfused,
         islands=_count_islands(structure, lowered, halves=low == HALF, executed=executed),

@@ -59,7 +59,7 @@ def pass_on(path: Path, out: Path, note: str) -> Effect:
 
 
 def weight_bytes(model: "ir.Model") -> int:
-    """Add up the bytes of all initialisers, subgraphs included."""
+    """Add up the bytes of all initializers, subgraphs included."""
     values = (value for graph in model.graphs() for value in graph.initializers.values())
     return sum(value.const_value.nbytes for value in values if value.const_value is not None)
 
@@ -82,7 +82,7 @@ def flatten(model: "ir.Model") -> None:
 
 
 def lift_constants(model: "ir.Model") -> None:
-    """Make initialisers of what Constant nodes give."""
+    """Make initializers of what Constant nodes give."""
     from onnx_ir.passes import common
 
     ir.passes.Sequential(common.LiftConstantsToInitializersPass(lift_all_constants=True, size_limit=0))(model)
@@ -133,7 +133,7 @@ def _module_path(node: "ir.Node", wrapper: str) -> str:
 
 
 def merge_equal_constants(model: "ir.Model") -> int:
-    """Make one initialiser of those of the main graph that are equal; return how many went.
+    """Make one initializer of those of the main graph that are equal; return how many went.
 
     Only those of a type and a shape that others have are read, one at a time.
     """
@@ -180,7 +180,7 @@ def find_only_reader(value: "ir.Value") -> "tuple[ir.Node | None, int]":
 
 
 def is_weight(value: "ir.Value | None") -> bool:
-    """Tell whether it is an initialiser of float32 that nothing can be fed in the place of."""
+    """Tell whether it is an initializer of float32 that nothing can be fed in the place of."""
     return (
         value is not None
         and value.is_initializer()
@@ -197,7 +197,7 @@ def is_factor(value: "ir.Value | None") -> bool:
 
 
 def rescale(weight: "ir.Value", factors: Sequence[Array]) -> None:
-    """Multiply an initialiser by arrays that broadcast to its shape; it is computed anew each time it is read.
+    """Multiply an initializer by arrays that broadcast to its shape; it is computed anew each time it is read.
 
     So a graph whose every weight is rescaled is written with one of them in memory at a time.
     """
@@ -242,12 +242,12 @@ def write(places: "Sequence[tuple[ir.Node, int]]", numbers: Array) -> None:
 
 
 def new(graph: "ir.Graph", name: str, numbers: Array) -> "ir.Value":
-    """Add an initialiser, under this name or one like it."""
+    """Add an initializer, under this name or one like it."""
     return add_constant(graph, Names(graph).new(name), numbers)
 
 
 def add_constant(graph: "ir.Graph", name: str, numbers: Array) -> "ir.Value":
-    """Add an initialiser of this name, which nothing in the graph has."""
+    """Add an initializer of this name, which nothing in the graph has."""
     tensor = ir.tensor(numbers, name=name)
     value = ir.Value(name=name, shape=ir.Shape(numbers.shape), type=ir.TensorType(tensor.dtype), const_value=tensor)
     graph.register_initializer(value)

@@ -45,7 +45,7 @@ def session_options(library: Any, threads: int = 0) -> Any:
     return options
 
 
-# Compare two graphs by running both on the same feeds, with the runtime's own optimisations off.
+# Compare two graphs by running both on the same feeds, with the runtime's own optimizations off.
 
 TOLERANCE = 1e-4  # of the output's range: the project's bound for "equal"
 _FIRST, _OTHERS = 2, (3, 16, 64, 224)  # sizes tried for dynamic first dimensions, and for all other ones

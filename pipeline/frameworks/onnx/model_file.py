@@ -464,7 +464,7 @@ def list_reads(node: "onnx.NodeProto") -> Iterator[str]:
 
 
 def tensors(model: "onnx.ModelProto") -> Iterator["onnx.TensorProto"]:
-    """Yield every constant: initialisers and attributes, of subgraphs and function bodies too."""
+    """Yield every constant: initializers and attributes, of subgraphs and function bodies too."""
     for graph in list_graphs(model):
         yield from graph.initializer
         for sparse in graph.sparse_initializer:

@@ -107,7 +107,7 @@ def _prepend(builder: _Builder, processing: Processing) -> None:
 
 
 def _resize(builder: _Builder, value: "ir.Value", size: tuple[int, int]) -> "ir.Value":
-    """Interpolate linearly between pixels, whose centres are at halves, as ``interpolate`` of PyTorch does."""
+    """Interpolate linearly between pixels, whose centers are at halves, as ``interpolate`` of PyTorch does."""
     shape = builder.add("Slice", builder.add("Shape", value), builder.constant([0]), builder.constant([2]))
     sizes = builder.add("Concat", shape, builder.constant(size), axis=0)
     return builder.add("Resize", value, None, None, sizes, mode="linear", coordinate_transformation_mode="half_pixel")

@@ -1,8 +1,8 @@
-"""Find dtype and shape of every value of a graph, also of one that ONNX Runtime has optimised.
+"""Find dtype and shape of every value of a graph, also of one that ONNX Runtime has optimized.
 
 Such a graph is full of operators that onnx knows nothing of. For finding out shapes, and for nothing else, each is
 replaced by standard ones that have the same shapes and types; what they compute does not matter. Operators without a
-rule are left alone: ONNX Runtime writes down the shapes of values that were in the graph before it was optimised.
+rule are left alone: ONNX Runtime writes down the shapes of values that were in the graph before it was optimized.
 
 Rules follow docs/ContribOperators.md of ONNX Runtime, and its internal domains ``com.microsoft.nchwc`` (channels in
 blocks, their number rounded up) and ``com.ms.internal.nhwc`` (channels last).
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     import onnx.inliner
 
 Dims = Mapping[str, Sequence[int]]
-"""Initialiser's name → its dimensions."""
+"""Initializer's name → its dimensions."""
 _STANDARD = ("", "ai.onnx", "ai.onnx.ml", "ai.onnx.training", "ai.onnx.preview.training")
 _FLOAT = 1  # TensorProto.FLOAT
 _LIKE_FIRST = (
@@ -134,17 +134,17 @@ def _concatenation(node: "onnx.NodeProto", dims: Dims) -> "Iterator[onnx.NodePro
     yield _make("Concat", node.input[2::3], node.output[:1], axis=attributes(node)["axis"])
 
 
-def _quantisation(node: "onnx.NodeProto", dims: Dims) -> "Iterator[onnx.NodeProto]":
+def _quantization(node: "onnx.NodeProto", dims: Dims) -> "Iterator[onnx.NodeProto]":
     axis = {name: value for name, value in attributes(node).items() if name == "axis"}
     yield _make(node.op_type, node.input, node.output, **axis)
 
 
-def _quantised_gemm(node: "onnx.NodeProto", dims: Dims) -> "Iterator[onnx.NodeProto]":
+def _quantized_gemm(node: "onnx.NodeProto", dims: Dims) -> "Iterator[onnx.NodeProto]":
     transposed = {name: value for name, value in attributes(node).items() if name in ("transA", "transB")}
-    requantised = len(node.input) > 7 and bool(node.input[7])
-    whole = node.output[0] if requantised else f"{node.output[0]}/whole"
+    requantized = len(node.input) > 7 and bool(node.input[7])
+    whole = node.output[0] if requantized else f"{node.output[0]}/whole"
     yield _make("Gemm", [node.input[0], node.input[3]], [whole], **transposed)
-    if not requantised:
+    if not requantized:
         yield _make("Cast", [whole], node.output[:1], to=_FLOAT)
 
 
@@ -184,8 +184,8 @@ _RULES: "dict[str, Callable[[onnx.NodeProto, Dims], Iterator[onnx.NodeProto]]]" 
     **dict.fromkeys((*_CONVOLUTIONS, *_POOLS), _replace_window),
     "ReorderOutput": _reorder_output,
     "QLinearConcat": _concatenation,
-    **dict.fromkeys(("QuantizeLinear", "DequantizeLinear"), _quantisation),
-    "QGemm": _quantised_gemm,
+    **dict.fromkeys(("QuantizeLinear", "DequantizeLinear"), _quantization),
+    "QGemm": _quantized_gemm,
     **dict.fromkeys(
         ("FusedMatMul", "TransposeMatMul", "MatMulIntegerToFloat", "DynamicQuantizeMatMul"), _matrix_product
     ),
@@ -220,7 +220,7 @@ class View:
     """By name; nodes without one are called after their operator and their place."""
     values: dict[str, Value]
     constants: frozenset[str]
-    """Names of initialisers and of what Constant nodes make."""
+    """Names of initializers and of what Constant nodes make."""
 
     def value(self, name: str) -> Value:
         """Look up type and shape of a value as far as they are known."""
@@ -240,14 +240,14 @@ def view(path: Path, sizes: Mapping[str, int]) -> View:
     if model.functions:
         model = onnx.inliner.inline_local_functions(model)
     _fix_sizes(path, model, sizes)
-    initialisers = [tensor for graph in model_file.list_graphs(model) for tensor in graph.initializer]
-    values = {item.name: Value(model_file.dtype_name(item.data_type), tuple(item.dims)) for item in initialisers}
+    initializers = [tensor for graph in model_file.list_graphs(model) for tensor in graph.initializer]
+    values = {item.name: Value(model_file.dtype_name(item.data_type), tuple(item.dims)) for item in initializers}
     constants = {*values, *(node.output[0] for node in model_file.nodes(model) if node.op_type == "Constant")}
     nodes: dict[str, onnx.NodeProto] = {}
     for index, node in enumerate(model_file.nodes(model)):
         name = node.name if node.name and node.name not in nodes else f"{node.name or node.op_type}_{index}"
         nodes[name] = _copy(node)
-    _replace_foreign(model, {tensor.name: tensor.dims for tensor in initialisers})
+    _replace_foreign(model, {tensor.name: tensor.dims for tensor in initializers})
     imported = {entry.domain for entry in model.opset_import}  # inference gives up if a domain in use is not named
     for domain in sorted({node.domain for node in model_file.nodes(model)} - imported):
         model.opset_import.add(domain=domain, version=1 if domain else _OPSET)

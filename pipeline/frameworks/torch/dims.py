@@ -242,8 +242,8 @@ def infer_dims(
         else:
             fixed = [tuple(size if dim == symbol else dim for dim in spec.shape) for spec in specs]
             specs = tuple(spec.model_copy(update={"shape": shape}) for spec, shape in zip(specs, fixed, strict=True))
-            behaviour = "answers the first sample alone" if alone else f"runs with a batch of {size} only"
-            notes.append(f"the model {behaviour}, so the dimension is fixed")
+            behavior = "answers the first sample alone" if alone else f"runs with a batch of {size} only"
+            notes.append(f"the model {behavior}, so the dimension is fixed")
     sums = {
         (name, axis): _write_sum(words, outputs[name].shape[axis] - sum(sizes[word] for word in words), specs)
         for (name, axis), words in grown.items()

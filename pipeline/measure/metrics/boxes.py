@@ -216,7 +216,7 @@ METRICS: dict[str, OwnMetric] = {
     "map": OwnMetric(
         _match_boxes,
         _are_boxes,
-        "boxes of shape [images, boxes, 6] (corners, score, class), or [images, 4 + classes, boxes] (centre, extent, "
+        "boxes of shape [images, boxes, 6] (corners, score, class), or [images, 4 + classes, boxes] (center, extent, "
         "scores from 0 to 1), or three outputs: corners [images, boxes, 4], scores and classes [images, boxes], named "
         "as in map:boxes,scores,classes where classes are floats; labels [images, boxes, 5] (class, corners), class -1 "
         "where there is none, -2 and less for crowds of class 0 and on",

@@ -225,7 +225,7 @@ def _to_index(flat: int, shape: Sequence[int]) -> tuple[int, ...]:
 
 
 def _write(number: "np.generic | Array") -> str:
-    """Write a number with the digits that tell it from its neighbours."""
+    """Write a number with the digits that tell it from its neighbors."""
     return f"{number:.9g}" if np.asarray(number).dtype.kind == "f" else str(number)
 
 

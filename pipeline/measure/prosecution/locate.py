@@ -126,7 +126,7 @@ def _reduce_engine(known: Stages, graph: Path, shown: Disagreement) -> Reduced |
     """Reduce the graph that the engine was built from to nodes that the engine gets wrong.
 
     Raises:
-        ModelError: the graph cannot be computed without optimisation.
+        ModelError: the graph cannot be computed without optimization.
     """
     model, precision = reduction.read_whole(graph), known.own_precision
     compute = reduction.choose_compute(model, shown.feeds, find_tolerance(precision))
@@ -170,7 +170,7 @@ def _reduce_graph(known: Stages, at: int, shown: Disagreement) -> Reduced | None
     """Find the first nodes of a stage's graph that give wrong values.
 
     Raises:
-        ModelError: a graph cannot be computed without optimisation.
+        ModelError: a graph cannot be computed without optimization.
     """
     stage, before = known.stages[at], known.stages[at - 1]
     assert stage.graph is not None

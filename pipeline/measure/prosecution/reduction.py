@@ -52,7 +52,7 @@ def read_whole(path: Path) -> "onnx.ModelProto":
 
 
 def compute(model: "onnx.ModelProto", feeds: Feeds, outputs: Sequence[str] | None = None) -> dict[str, Array]:
-    """Compute outputs of a graph in memory as it is written, without any optimisation; those that are no arrays, not.
+    """Compute outputs of a graph in memory as it is written, without any optimization; those that are no arrays, not.
 
     Raises:
         ModelError: ONNX Runtime does not take it.

@@ -2,7 +2,7 @@
 
 An engine in fp32 has to answer like the model on every allowed input. What a lower precision loses is known for inputs
 like the samples alone: on others, the engine is compared with its own graph, which is computed without any
-optimisation. And a sample has to be answered as it would be alone, whatever else is in its batch.
+optimization. And a sample has to be answered as it would be alone, whatever else is in its batch.
 
 Between other inputs, the one whose answers differ most, as yet within what is allowed, is changed along the model's
 gradient of that difference, where the model has one; and by the gradient of single outputs these are driven to where no

@@ -122,7 +122,7 @@ def is_wrong(
     place: Path,
     compute: reduction.Compute = reduction.compute,
 ) -> str:
-    """Say what an engine gets wrong of a graph, beside the same without any optimisation; nothing if it is right.
+    """Say what an engine gets wrong of a graph, beside the same without any optimization; nothing if it is right.
 
     Raises:
         ModelError: it refuses the graph, or its inputs; or the graph cannot be computed.

@@ -224,7 +224,7 @@ def _export_program(loaded: "LoadedModel", _: Path, opset: int, progress: Progre
     _check_inputs([value.shape or () for value in program.model.graph.inputs], loaded.signature)
     progress("folding constants")
     require_exact_constants()
-    # As torch.onnx optimises, but for its fusion into RotaryEmbedding, which holds at batch 1 only.
+    # As torch.onnx optimizes, but for its fusion into RotaryEmbedding, which holds at batch 1 only.
     optimizer.optimize(program.model)
     _round_folded_weights(program.model)
     divide_weights(program.model)

@@ -43,7 +43,7 @@ class Batch:
     inputs: dict[str, Tensor]
     labels: Tensor | dict[str, Tensor] | None
     """Several arrays by name where several were named."""
-    labelled: str | None = None
+    labeled: str | None = None
     """The output that labels of one array are of; None for the first."""
 
 
@@ -76,7 +76,7 @@ class SplitData:
     learnt: tuple[int, ...]
     held_back: tuple[int, ...]
     device: torch.device
-    labelled: str | None = None
+    labeled: str | None = None
     """The output that labels of one array are of; None for the first."""
 
     def batch(self, rows: Array) -> Batch:
@@ -97,7 +97,7 @@ class SplitData:
         inputs, given = {name: tensor(value) for name, value in self.data.feed(rows).items()}, self.data.number_labels
         if isinstance(given, Mapping):
             return Batch(inputs, {name: label(values[rows]) for name, values in given.items()})
-        return Batch(inputs, None if given is None else label(given[rows]), self.labelled)
+        return Batch(inputs, None if given is None else label(given[rows]), self.labeled)
 
     def order(self, batch: int, seed: int) -> Order:
         """Return the order in which steps take rows."""

@@ -80,7 +80,7 @@ class Work:
         """
         names = [spec.name for spec in self.models.teacher.signature.outputs]
         if self.options.method == "supervised":
-            labels = assign_labels(self.material.data.number_labels, names, self.material.labelled)
+            labels = assign_labels(self.material.data.number_labels, names, self.material.labeled)
             return Supervised(names, frozenset(name for name, values in labels.items() if are_binary(values)))
         if self.options.method == "distil":
             return Distil(plan.outputs, plan.features, names, self.options.temperature)
@@ -254,13 +254,13 @@ class LossOnLabels:
 
     names: Sequence[str]
     """The model's outputs."""
-    labelled: str | None = None
+    labeled: str | None = None
     """The output that labels of one array are of; None for the first."""
 
     def __call__(self, outputs: Feeds, theirs: Feeds, labels: Labels | None) -> float:
         """Compute the loss."""
         total = 0.0
-        for name, given in assign_labels(labels, self.names, self.labelled).items():
+        for name, given in assign_labels(labels, self.names, self.labeled).items():
             if given.dtype.kind not in "biuf":
                 continue
             numbers = torch.from_numpy(given.astype(np.float32 if given.dtype.kind == "f" else np.int64))
@@ -274,6 +274,6 @@ class LossOnLabels:
         return total
 
 
-def loss_on_labels(names: Sequence[str], labelled: str | None = None) -> Metric:
+def loss_on_labels(names: Sequence[str], labeled: str | None = None) -> Metric:
     """Make the metric for labels that are numbers, or classes of more than samples."""
-    return Metric("loss", LossOnLabels(names, labelled), -1.0)
+    return Metric("loss", LossOnLabels(names, labeled), -1.0)

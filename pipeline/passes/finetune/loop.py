@@ -105,7 +105,7 @@ def prepare(work: Work, checkpoints: Checkpoints, fingerprint: str) -> None:
     plan = _choose_samples(work, plan)
     _reset(work, checkpoints)
     evaluator, before, seconds = _evaluate_start(work, plan)
-    del timed  # its optimiser's state was there so far, as a training's is while it is evaluated
+    del timed  # its optimizer's state was there so far, as a training's is while it is evaluated
     plan = evaluator.plan
     if not math.isfinite(before.loss):
         raise ModelError(

@@ -33,7 +33,7 @@ _LEAST_SCALE = 1e-12
 _LEAST_PROBABILITY = 1e-7
 _TOKENS_NDIM = 3
 """Dimensions of a text's classes: those of an image's are more."""
-_UNLABELLED = (-100, 255)
+_UNLABELED = (-100, 255)
 """Class numbers of what does not count: of samples and places, and of places alone."""
 _MASKED = -1e9
 """Logit of a class that both models rule out with the same infinite one; a number that has gradients."""
@@ -74,7 +74,7 @@ def output_targets(teacher: LoadedModel, batch: Batch) -> tuple[Target, ...]:
         ModelError: there is none.
     """
     names = [spec.name for spec in teacher.signature.outputs]
-    values, labels = teacher.module(*batch.inputs.values()), assign_labels(batch.labels, names, batch.labelled)
+    values, labels = teacher.module(*batch.inputs.values()), assign_labels(batch.labels, names, batch.labeled)
     targets = [
         _describe(name, _kind(name, value.float(), labels.get(name)), value.float())
         for name, value in zip(names, values, strict=True)
@@ -248,7 +248,7 @@ class Supervised:
         Raises:
             DataError: there are no labels, or they do not fit their output.
         """
-        labels, total = assign_labels(batch.labels, self.names, batch.labelled), []
+        labels, total = assign_labels(batch.labels, self.names, batch.labeled), []
         if not labels:
             raise DataError(
                 "supervised recovery needs labels, and the data has none",
@@ -282,7 +282,7 @@ def are_binary(labels: Array) -> bool:
     """Tell whether labels are 0 or 1 where they count, as whole numbers."""
     if labels.dtype.kind not in "biu":
         return False
-    counted = labels[(labels >= 0) & ~np.isin(labels, _UNLABELLED)]
+    counted = labels[(labels >= 0) & ~np.isin(labels, _UNLABELED)]
     return bool(counted.size and counted.max() <= 1)
 
 
@@ -330,9 +330,9 @@ def _compute_binary(output: Tensor, labels: Tensor, form: Binary) -> Tensor:
 def _compute_cross_entropy(values: Tensor, labels: Tensor) -> Tensor:
     """Compute the cross entropy of logits or probabilities, whose last axis has the classes."""
     classes = values.shape[-1]
-    if labels.ndim > 1 and classes <= _UNLABELLED[1]:  # a class for each place
-        labels = labels.masked_fill(labels == _UNLABELLED[1], _UNLABELLED[0])
-    given = labels[labels != _UNLABELLED[0]]
+    if labels.ndim > 1 and classes <= _UNLABELED[1]:  # a class for each place
+        labels = labels.masked_fill(labels == _UNLABELED[1], _UNLABELED[0])
+    given = labels[labels != _UNLABELED[0]]
     if len(given) and not 0 <= int(given.min()) <= int(given.max()) < classes:
         raise DataError(
             f"labels are from {given.min()} to {given.max()}, and the model has {classes} classes",
@@ -340,8 +340,8 @@ def _compute_cross_entropy(values: Tensor, labels: Tensor) -> Tensor:
         )
     if _are_probabilities(values):
         values = values.clamp_min(_LEAST_PROBABILITY).log()
-        return F.nll_loss(values.movedim(-1, 1), labels, ignore_index=_UNLABELLED[0])
-    return F.cross_entropy(values.movedim(-1, 1), labels, ignore_index=_UNLABELLED[0])
+        return F.nll_loss(values.movedim(-1, 1), labels, ignore_index=_UNLABELED[0])
+    return F.cross_entropy(values.movedim(-1, 1), labels, ignore_index=_UNLABELED[0])
 
 
 def _form(value: Tensor) -> str:

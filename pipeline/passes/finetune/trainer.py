@@ -143,10 +143,10 @@ class Trainer:
     within: Callable[[], None]
     """Raises StepOutOfMemory where more memory was taken than is allowed."""
     step: int = 0
-    optimiser: torch.optim.AdamW = field(init=False)
+    optimizer: torch.optim.AdamW = field(init=False)
 
     def __post_init__(self) -> None:
-        self.optimiser = _optimiser(self.student, self.options)
+        self.optimizer = _optimizer(self.student, self.options)
         self._order = self.material.order(self.plan.batch, self.seed)
         self.follow(self.plan)
 
@@ -162,7 +162,7 @@ class Trainer:
         Raises:
             StepOutOfMemory: not even one sample at a time fits; or the parts were not to become smaller.
         """
-        for group in self.optimiser.param_groups:
+        for group in self.optimizer.param_groups:
             group["lr"] = learning_rate(self.plan, self.step, self.options)
         rows = self._order.at(self.step)
         while (loss := self._gradients(rows)) is None:
@@ -173,9 +173,9 @@ class Trainer:
         if finite:  # gradients of a finite loss need not be: a root has none at zero
             finite = bool(nn.utils.clip_grad_norm_(self.student.parameters(), _LONGEST_GRADIENT).isfinite())
         if finite:
-            self.optimiser.step()
+            self.optimizer.step()
             update_average(self.models.average.module, self.student, self.options.ema, self.step)
-        self.optimiser.zero_grad(set_to_none=True)
+        self.optimizer.zero_grad(set_to_none=True)
         self.step += 1
         return loss if finite else math.nan
 
@@ -215,7 +215,7 @@ class Trainer:
         if short or self.team.size > 1:
             total, failed = self.team.total(total, float(short))
             if failed:
-                self.optimiser.zero_grad(set_to_none=True)
+                self.optimizer.zero_grad(set_to_none=True)
                 gc.collect()
                 return None
             trained = [value for value in self.student.parameters() if value.requires_grad]
@@ -247,12 +247,12 @@ def shrink_step(plan: TrainingPlan) -> TrainingPlan:
 def load_libraries() -> None:
     """Take a step with one weight: what torch imports only then is no part of what recovery takes."""
     weight = nn.Linear(1, 1)
-    optimiser = _optimiser(weight, RecoverOptions())
+    optimizer = _optimizer(weight, RecoverOptions())
     checkpoint(weight, torch.ones(1, 1, requires_grad=True), use_reentrant=False).sum().backward()
-    optimiser.step()
+    optimizer.step()
 
 
-def _optimiser(module: nn.Module, options: RecoverOptions) -> torch.optim.AdamW:
+def _optimizer(module: nn.Module, options: RecoverOptions) -> torch.optim.AdamW:
     """AdamW (Loshchilov and Hutter, "Decoupled Weight Decay Regularization", ICLR 2019); vectors do not decay."""
     trained = [value for value in module.parameters() if value.requires_grad]
     groups: list[dict[str, Any]] = [
@@ -321,7 +321,7 @@ class Checkpoints:
         """
         target = self._state(progress.step)
         partial = target.with_name(f".{target.name}")
-        state = trainer.optimiser.state
+        state = trainer.optimizer.state
         moments = {  # by the parameter's name and their own; none where no gradient reached the parameter yet
             f"{name}:{kind}": state[value][kind].detach().contiguous()
             for name, value in trainer.student.named_parameters()
@@ -346,7 +346,7 @@ class Checkpoints:
 
     def read(self, trainer: Trainer, progress: Progress) -> None:
         """Put the state of a checkpoint into a trainer."""
-        folder, state = self._state(progress.step), trainer.optimiser.state
+        folder, state = self._state(progress.step), trainer.optimizer.state
         with storage_errors(f"the checkpoints in {self._folder}"):
             _put(load_file(folder / "student.safetensors"), trainer.student)
             _put(load_file(folder / "average.safetensors"), trainer.models.average.module)

@@ -18,11 +18,11 @@ from enginesmith.pipeline.frameworks.onnx import edit, ir
 from enginesmith.pipeline.frameworks.onnx.edit import Names, add_constant
 from enginesmith.pipeline.passes.float16.bounds import MASKS
 from enginesmith.pipeline.passes.float16.rules import (
-    DEQUANTISE,
-    QUANTISE,
+    DEQUANTIZE,
+    QUANTIZE,
     Judged,
     choose,
-    find_dequantisers,
+    find_dequantizers,
     is_float,
     is_product,
     judge,
@@ -78,7 +78,7 @@ def lower(
 
 
 def _prepare(model: "ir.Model", keep: Collection[str]) -> None:
-    """Inline functions, make constants initialisers, name every node, type every value; refuse what makes no sense."""
+    """Inline functions, make constants initializers, name every node, type every value; refuse what makes no sense."""
     from onnx_ir.passes import common
 
     edit.flatten(model)
@@ -273,7 +273,7 @@ def new_node(
 
 # Scales of Q/DQ pairs made fit for a narrow float type, before they change to it.
 #
-# A pair quantises and dequantises with the same number, also where only one of the two changes its type. No scale is
+# A pair quantizes and dequantizes with the same number, also where only one of the two changes its type. No scale is
 # smaller than the smallest number with all its bits (6.1e-5 in float16): TensorRT refuses 0. Integers behind a
 # scale that had to be raised are divided by as much.
 
@@ -287,8 +287,8 @@ def _fit_scales(graph: "ir.Graph", low: "dict[ir.Node, None]", dtype: "ir.DataTy
     smallest = np.float32(ml_dtypes.finfo(dtype.numpy()).smallest_normal)  # type: ignore[no-untyped-call]
     scales: dict[ir.Value, None] = {}
     for node in graph:
-        pair = [node, *find_dequantisers(node)] if node.op_type == QUANTISE else [node]
-        if node.op_type in (QUANTISE, DEQUANTISE) and any(side in low for side in pair):
+        pair = [node, *find_dequantizers(node)] if node.op_type == QUANTIZE else [node]
+        if node.op_type in (QUANTIZE, DEQUANTIZE) and any(side in low for side in pair):
             scales |= {value: None for side in pair if (value := _get_constant(side, _SCALE)) is not None}
     for scale in scales:
         assert scale.const_value is not None
@@ -298,15 +298,15 @@ def _fit_scales(graph: "ir.Graph", low: "dict[ir.Node, None]", dtype: "ir.DataTy
             _set_content(scale, after)
             raised = after > before * (1 + 2.0**-8)  # mere rounding of the scale is let be
             if raised.any():
-                _requantise(graph, scale, np.where(raised, before / after, 1).astype(np.float32))
+                _requantize(graph, scale, np.where(raised, before / after, 1).astype(np.float32))
 
 
-def _requantise(graph: "ir.Graph", scale: "ir.Value", factors: Array) -> None:
+def _requantize(graph: "ir.Graph", scale: "ir.Value", factors: Array) -> None:
     """Multiply integers that lie in the file by these factors, which their scale was divided by."""
     readers: dict[tuple[ir.Value, ir.Value | None], list[ir.Node]] = {}
     for node, index in scale.uses():
         levels = _get_constant(node, 0)
-        if node.op_type == DEQUANTISE and index == _SCALE and levels is not None:
+        if node.op_type == DEQUANTIZE and index == _SCALE and levels is not None:
             readers.setdefault((levels, _get_constant(node, _ZERO_POINT)), []).append(node)
     for (levels, zero), nodes in readers.items():
         assert levels.const_value is not None

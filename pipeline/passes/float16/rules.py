@@ -19,10 +19,10 @@ if TYPE_CHECKING:
     import onnx
 
 
-QUANTISE, DEQUANTISE = "QuantizeLinear", "DequantizeLinear"
+QUANTIZE, DEQUANTIZE = "QuantizeLinear", "DequantizeLinear"
 _FIXED = {"Resize": (1,)}
 """Inputs that could be lower and are positions, which need every bit."""
-_MAKERS = ("Cast", "ConstantOfShape", DEQUANTISE)
+_MAKERS = ("Cast", "ConstantOfShape", DEQUANTIZE)
 """Operators whose output has a type of its own, which an attribute or a scale decides."""
 
 
@@ -68,12 +68,12 @@ def _find_type(parameters: "Sequence[onnx.defs.OpSchema.FormalParameter]", index
     return parameters[min(index, len(parameters) - 1)].type_str
 
 
-def find_dequantisers(node: "ir.Node") -> "Iterator[ir.Node]":
+def find_dequantizers(node: "ir.Node") -> "Iterator[ir.Node]":
     """Find the DequantizeLinear nodes behind a QuantizeLinear, also behind nodes that only move its values."""
     waiting = list(node.outputs)
     for value in waiting:
         for reader, index in value.uses():
-            if reader.op_type == DEQUANTISE:
+            if reader.op_type == DEQUANTIZE:
                 yield reader
             elif index == 0:
                 waiting += [
@@ -353,8 +353,8 @@ def choose(graph: "ir.Graph", judged: Judged) -> "dict[ir.Node, None]":
         for index, value in enumerate(node.outputs):
             if is_float(value):
                 network.add_value(vertices[node] if judged.makes_low(node, index) else SOURCE, readers(value))
-        if node.op_type == QUANTISE:
-            halves = [vertices.get(dequantiser, SOURCE) for dequantiser in find_dequantisers(node)]
+        if node.op_type == QUANTIZE:
+            halves = [vertices.get(dequantizer, SOURCE) for dequantizer in find_dequantizers(node)]
             network.add_value(vertices.get(node, SOURCE), halves)
     float_vertices, linked = network.source_side(), network.connected_to_sink()
     low = {node: None for node in judged.free if vertices[node] not in float_vertices and vertices[node] in linked}
@@ -365,13 +365,13 @@ def choose(graph: "ir.Graph", judged: Judged) -> "dict[ir.Node, None]":
 def _save_casts(low: "dict[ir.Node, None]", judged: Judged) -> None:
     """Take QuantizeLinear back where it alone makes a cast down necessary, DequantizeLinear where it makes one up."""
     everything = low | judged.low
-    for node in [node for node in low if node.op_type in (QUANTISE, DEQUANTISE)]:
-        value = node.inputs[0] if node.op_type == QUANTISE else node.outputs[0]
+    for node in [node for node in low if node.op_type in (QUANTIZE, DEQUANTIZE)]:
+        value = node.inputs[0] if node.op_type == QUANTIZE else node.outputs[0]
         assert value is not None
-        if node.op_type == QUANTISE:
+        if node.op_type == QUANTIZE:
             maker = value.producer()
             made_low = maker in everything and value.index() in judged.slots[maker].outputs
-            alone = not made_low and all(user.op_type == QUANTISE for user, _ in value.uses() if user in everything)
+            alone = not made_low and all(user.op_type == QUANTIZE for user, _ in value.uses() if user in everything)
         else:
             alone = not any(user in everything for user, _ in value.uses())
         if alone:

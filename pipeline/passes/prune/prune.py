@@ -4,7 +4,7 @@ A module that is cut is compared, on the example, with the whole one in which ev
 The two have to answer alike. That finds errors that a dependency graph cannot see: sizes that are written in a forward,
 heads that are split anew, channels that are averaged or that leave the model.
 
-Normalisations over channels see the units that others no longer read; for the comparison those among the layers that
+Normalizations over channels see the units that others no longer read; for the comparison those among the layers that
 are cut scale by one number each.
 """
 
@@ -223,7 +223,7 @@ def _are_alike(before: Tensor, after: Tensor, noise: float = 0.0) -> bool:
 
 @contextlib.contextmanager
 def _scale_by_numbers(model: nn.Module, removals: Sequence[Removal]) -> Iterator[Callable[[], None]]:
-    """Make normalisations that are cut scale by one number each within the block.
+    """Make normalizations that are cut scale by one number each within the block.
 
     Gives a function from whose call on the numbers that were used are used once more, in the same order.
     """
@@ -235,7 +235,7 @@ def _scale_by_numbers(model: nn.Module, removals: Sequence[Removal]) -> Iterator
             numbers.append(x.float().std(unbiased=False).clamp_min(1e-6).to(x.dtype))
         return next(replayed[0]) if replayed else numbers[-1]
 
-    def normalise(module: nn.Module, x: Tensor) -> Tensor:
+    def normalize(module: nn.Module, x: Tensor) -> Tensor:
         y = x / scale(x)
         shape = (-1,) if isinstance(module, (nn.LayerNorm, nn.RMSNorm)) else (-1, *(1,) * (x.dim() - 2))
         weight, bias = module.weight, getattr(module, "bias", None)
@@ -248,7 +248,7 @@ def _scale_by_numbers(model: nn.Module, removals: Sequence[Removal]) -> Iterator
         module = modules.get(path)
         if isinstance(module, _MIXING):
             changed.append((module, vars(module).get("forward")))
-            vars(module)["forward"] = functools.partial(normalise, module)
+            vars(module)["forward"] = functools.partial(normalize, module)
     try:
         yield lambda: replayed.append(iter(numbers))
     finally:

@@ -42,7 +42,7 @@ class ActivationCapture:
 def open_activation_capture(path: Path, values: Sequence[str]) -> Iterator[ActivationCapture]:
     """Open a graph on the CPU for reading out values of its main graph; inputs and outputs may be among them.
 
-    The runtime's own optimisations are off, so that every value is there. Weights that lie beside the graph are mapped
+    The runtime's own optimizations are off, so that every value is there. Weights that lie beside the graph are mapped
     and none is laid out anew, so it takes about one copy of the weights and the memory of the values that are read out.
 
     Raises:
@@ -69,7 +69,7 @@ def open_activation_capture(path: Path, values: Sequence[str]) -> Iterator[Activ
 
 
 def _with_outputs(path: Path, values: Sequence[str]) -> bytes:
-    """Return the serialised graph; ONNX Runtime finds out the types of what is added."""
+    """Return the serialized graph; ONNX Runtime finds out the types of what is added."""
     from google.protobuf.message import EncodeError
 
     model = model_file.read(path)

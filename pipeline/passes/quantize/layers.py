@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 CONVOLUTIONS = ("Conv", "ConvTranspose")
 MATRIX_PRODUCTS = ("MatMul", "Gemm")
 PRODUCTS = (*CONVOLUTIONS, *MATRIX_PRODUCTS)
-"""Operators with a quantised form."""
+"""Operators with a quantized form."""
 SAME_NUMBERS = frozenset(("Reshape", "Transpose", "Squeeze", "Unsqueeze", "Flatten", "Identity"))
 """Operators whose output has the numbers of their input, in another shape."""
 WEIGHT, BIAS = 1, 2
@@ -55,7 +55,7 @@ class QuantizableOp:
     parameters: int
     """Elements of its weights, biases left out."""
     reason: str = ""
-    """Reason for having no quantised form with fixed ranges; empty where it has one."""
+    """Reason for having no quantized form with fixed ranges; empty where it has one."""
 
 
 Correct = Callable[["ir.Node", Array, Array], object]
@@ -65,8 +65,8 @@ and the rounded one (float32), both as the node reads them.
 
 
 @dataclass(frozen=True)
-class Quantised:
-    """Outcome of the quantisation of a graph."""
+class Quantized:
+    """Outcome of the quantization of a graph."""
 
     pairs: int
     """QuantizeLinear nodes, each with its DequantizeLinear."""
@@ -210,14 +210,14 @@ def _explain_group(node: "ir.Node") -> str:
     return ""
 
 
-# Demands on a graph before anything in it is quantised.
+# Demands on a graph before anything in it is quantized.
 
 
 def prepare(model: "ir.Model", precision: str, keep: Collection[str] = ()) -> tuple[QuantizableOp, ...]:
     """Make a float32 graph flat, with weights that cannot be fed and are each there once; return its groups.
 
     Raises:
-        InvalidGraph: it is quantised already, or not in float32.
+        InvalidGraph: it is quantized already, or not in float32.
         UsageError: ``keep`` names groups that there are none of.
     """
     for node in ir.traversal.RecursiveGraphIterator(model.graph):
@@ -271,7 +271,7 @@ def require_products(
     usable: Collection[QuantizableOp],
     operators: Collection[str] = PRODUCTS,
 ) -> None:
-    """Refuse a graph that has nothing to quantise.
+    """Refuse a graph that has nothing to quantize.
 
     Raises:
         NothingToQuantize: says which operators would be, or why those that are there cannot be.

@@ -35,16 +35,16 @@ def output_name(group: QuantizableOp, what: str) -> str:
 
 
 def add_layerwise_error(
-    floating: "ir.Model", quantised: "ir.Model", groups: Sequence[QuantizableOp]
+    floating: "ir.Model", quantized: "ir.Model", groups: Sequence[QuantizableOp]
 ) -> tuple[QuantizableOp, ...]:
     """Turn the float graph into the joint one, in place, and return the groups that are in it.
 
-    ``quantised`` is the same graph with each group quantised at its inputs alone, so that its values of the same name
+    ``quantized`` is the same graph with each group quantized at its inputs alone, so that its values of the same name
     are the same values. It is taken apart.
     """
     ours = {value.name: value for node in floating.graph for value in node.outputs}
     ours |= {value.name: value for value in floating.graph.inputs}
-    theirs = {value.name: value for node in quantised.graph for value in node.outputs if value.name}
+    theirs = {value.name: value for node in quantized.graph for value in node.outputs if value.name}
     done: list[QuantizableOp] = []
     outputs: list[ir.Value] = []
     for group in groups:
@@ -98,15 +98,15 @@ def find_shift(sums: Array, count: float, noise: float) -> float:
 
 
 def add_switches(
-    floating: "ir.Model", quantised: "ir.Model", writers: "Mapping[ir.Value, str]" = MappingProxyType({})
+    floating: "ir.Model", quantized: "ir.Model", writers: "Mapping[ir.Value, str]" = MappingProxyType({})
 ) -> tuple[str, ...]:
-    """Give a graph a further input that says which of its groups are quantised, in place; return their names.
+    """Give a graph a further input that says which of its groups are quantized, in place; return their names.
 
-    The input :data:`SWITCHES` is a bool for each of them. ``quantised`` is ``floating`` with pairs at the inputs of its
+    The input :data:`SWITCHES` is a bool for each of them. ``quantized`` is ``floating`` with pairs at the inputs of its
     groups, and perhaps behind them and with biases that make up for the rounded weights. A value is rounded for the
     group that reads it, and for all that read it with the group that writes it, as ``writers`` says.
     """
-    graph = quantised.graph
+    graph = quantized.graph
     products = {str(node.name): node for node in floating.graph if node.op_type in PRODUCTS}
     switches = _Switches(graph)
     nodes = [node for node in graph if node.op_type not in _PAIR]
@@ -197,7 +197,7 @@ def _find_rounded(value: "ir.Value | None") -> "ir.Value | None":
 
 
 def _list_changed(node: "ir.Node", twin: "ir.Node", graph: "ir.Graph") -> "list[tuple[ir.Node, int, ir.Value]]":
-    """List the constants that quantisation has changed, each with the one that the float graph has there."""
+    """List the constants that quantization has changed, each with the one that the float graph has there."""
     changed = list[tuple[ir.Node, int, ir.Value]]()
     turned = node.attributes.get_int("transB", 0) != twin.attributes.get_int("transB", 0)
     for index, value in enumerate(node.inputs):
@@ -234,12 +234,12 @@ class _Copy:
     def __init__(self, graph: "ir.Graph", known: "dict[str | None, ir.Value]", output: str) -> None:
         self._graph, self._known, self._output = graph, known, output
         self._made: dict[str | None, ir.Value] = {}
-        self._quantised = False
+        self._quantized = False
 
     def copy(self, value: "ir.Value") -> "ir.Value | None":
-        """Copy what makes the output; None where nothing in it is quantised."""
+        """Copy what makes the output; None where nothing in it is quantized."""
         result = self._copy_value(value, outermost=True)
-        return result if self._quantised else None
+        return result if self._quantized else None
 
     def _copy_value(self, value: "ir.Value", *, outermost: bool = False) -> "ir.Value":
         if value.name in self._made:
@@ -255,7 +255,7 @@ class _Copy:
             self._graph.register_initializer(constant)
             self._made[value.name] = constant
             return constant
-        self._quantised = self._quantised or "uantize" in node.op_type
+        self._quantized = self._quantized or "uantize" in node.op_type
         copy = ir.Node(
             node.domain,
             node.op_type,

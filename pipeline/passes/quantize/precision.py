@@ -22,7 +22,7 @@ from enginesmith.pipeline.passes.base import PrecisionPass, PrecisionRequest, Pr
 from enginesmith.pipeline.passes.float16.convert import Lowered, lower
 from enginesmith.pipeline.passes.graph_pass import GraphPass
 from enginesmith.pipeline.passes.quantize import layers, qdq, weights
-from enginesmith.pipeline.passes.quantize.layers import Correct, Quantised, QuantizableOp
+from enginesmith.pipeline.passes.quantize.layers import Correct, QuantizableOp, Quantized
 from enginesmith.pipeline.passes.quantize.precisions import KINDS
 from enginesmith.pipeline.passes.quantize.quantizers import correct_bias
 from enginesmith.pipeline.passes.quantize.writer import Writer
@@ -51,7 +51,7 @@ class Assignment:
     corrected: bool = False
     """True where biases make up for the mean error of rounded weights."""
     keep: frozenset[str] = frozenset()
-    """Groups that are not to be quantised."""
+    """Groups that are not to be quantized."""
     floating: frozenset[str] = frozenset()
     """Groups that stay in float32, also where the rest is lowered."""
     why: Mapping[str, str] = field(default_factory=dict)
@@ -94,7 +94,7 @@ class Precision(PrecisionPass, GraphPass):
     name: ClassVar[str] = "precision"
     tools: ClassVar[tuple[str, ...]] = ("ml-dtypes", "networkx", "numpy", "onnx", "onnx-ir", "onnxscript")
     stage: ClassVar[Stage] = "precision"
-    reads: ClassVar[tuple[str, ...]] = ("quantisation",)
+    reads: ClassVar[tuple[str, ...]] = ("quantization",)
 
     precision: Literal["fp16", "bf16", "int8", "int8+fp16", "int8-dynamic", "fp8", "int4-weights"]
     weight_bits: Literal[7, 8] = 8
@@ -107,13 +107,13 @@ class Precision(PrecisionPass, GraphPass):
     @classmethod
     def requested(cls, options: Mapping[str, Any], request: PrecisionRequest) -> Iterable[Self]:
         """Make the one for a variant's precision, by its engine's rules where the recipe has none."""
-        quantisation = options["quantisation"]
+        quantization = options["quantization"]
         values = {
             "precision": request.precision,
             "placement": request.placement,
-            "method": "mse" if quantisation.ranges == "auto" else quantisation.ranges,
-            "weight_bits": quantisation.weight_bits or request.weight_bits,
-            "bias_correction": quantisation.bias_correction,
+            "method": "mse" if quantization.ranges == "auto" else quantization.ranges,
+            "weight_bits": quantization.weight_bits or request.weight_bits,
+            "bias_correction": quantization.bias_correction,
         }
         return (cls.model_validate(values),)
 
@@ -142,7 +142,7 @@ class Precision(PrecisionPass, GraphPass):
 
     @property
     def remainder(self) -> Literal["fp32", "fp16", "bf16"]:
-        """Type of operators that are not quantised; CPUs have no float16 kernels beside fp8 and int4."""
+        """Type of operators that are not quantized; CPUs have no float16 kernels beside fp8 and int4."""
         if self.inputs_only and self._low:
             return "fp32"
         if self.precision in ("fp8", "int4-weights"):
@@ -151,7 +151,7 @@ class Precision(PrecisionPass, GraphPass):
 
     @property
     def _low(self) -> str:
-        """Name of the precision of quantised groups; empty if none are."""
+        """Name of the precision of quantized groups; empty if none are."""
         return "" if self.precision in ("fp16", "bf16") else self.precision.partition("+")[0]
 
     def apply(self, artifact: Artifact, out: Path, progress: Progress, records: Records) -> Effect:
@@ -160,7 +160,7 @@ class Precision(PrecisionPass, GraphPass):
         Raises:
             InvalidGraph: the graph is too old or no float32 graph, or has nothing in it that the precision is for.
             UsageError: the records are of another graph, or there are no ranges.
-            ModelError: nothing could be quantised or lowered.
+            ModelError: nothing could be quantized or lowered.
         """
         ranges = self._load_ranges(artifact, records)
         chosen = Assignment.read(records.get("assignment"), self.precision, self.method)
@@ -170,7 +170,7 @@ class Precision(PrecisionPass, GraphPass):
         progress(f"rewriting for {self.precision}")
         if self._low:  # of others, what has a form in an older opset can be lowered all the same
             layers.require_opset(model, self.precision)
-        done = self._quantise(model, ranges, chosen) if self._low else None
+        done = self._quantize(model, ranges, chosen) if self._low else None
         groups = done.groups if done else layers.find_groups(model)
         lowered = self._lower(model, ranges, chosen)
         left = done.left if done else {}
@@ -193,7 +193,7 @@ class Precision(PrecisionPass, GraphPass):
             raise UsageError(f"{what} needs the ranges of activations, and got none", "calibrate the graph first")
         return None
 
-    def _quantise(self, model: "ir.Model", ranges: Ranges | None, chosen: Assignment) -> Quantised:
+    def _quantize(self, model: "ir.Model", ranges: Ranges | None, chosen: Assignment) -> Quantized:
         settings = qdq.Settings(
             number=self._number,
             placement=self.placement,
@@ -206,12 +206,12 @@ class Precision(PrecisionPass, GraphPass):
         )
         correct = _make_corrector(ranges) if (self.bias_correction or chosen.corrected) and ranges else None
         if self.precision == "int8-dynamic":
-            done = weights.quantise_dynamically(model, settings, correct)
+            done = weights.quantize_dynamically(model, settings, correct)
         elif self.precision == "int4-weights":
-            done = weights.quantise_to_int4(model, settings, ranges, correct)
+            done = weights.quantize_to_int4(model, settings, ranges, correct)
         else:
             assert ranges is not None
-            done = qdq.quantise(model, ranges, settings, correct)
+            done = qdq.quantize(model, ranges, settings, correct)
         if not done.done and layers.ON_REQUEST not in done.left.values():
             raise ModelError(
                 f"no product of this graph can be in {self.precision}: {_count_reasons(done.left.values())}",
@@ -239,7 +239,7 @@ class Precision(PrecisionPass, GraphPass):
     def _list_entries(
         self, groups: Sequence[QuantizableOp], left: Mapping[str, str], chosen: Assignment, lowered: Lowered | None
     ) -> list[dict[str, str]]:
-        """List each group's precision now, and the reason of those that are not quantised."""
+        """List each group's precision now, and the reason of those that are not quantized."""
         halved = set(lowered.nodes) if lowered else set()
         reasons = {**(lowered.kept if lowered else {}), **left, **{key: why for key, why in chosen.why.items() if why}}
         entries = []
@@ -252,7 +252,7 @@ class Precision(PrecisionPass, GraphPass):
             entries.append({**names, "precision": precision, "why": why})
         return entries
 
-    def _summarize(self, done: Quantised | None, lowered: Lowered | None, total: int) -> list[str]:
+    def _summarize(self, done: Quantized | None, lowered: Lowered | None, total: int) -> list[str]:
         """Describe the outcome; ``total`` is the number of float weights that there were."""
         parts = []
         if done is not None:
@@ -268,10 +268,10 @@ class Precision(PrecisionPass, GraphPass):
 def _make_corrector(ranges: Ranges) -> Correct:
     """Make the correction of a weight's mean error, for inputs whose mean is known."""
 
-    def correct(node: "ir.Node", weight: Array, dequantised: Array) -> None:
+    def correct(node: "ir.Node", weight: Array, dequantized: Array) -> None:
         known = layers.find_channel_statistics(node, ranges)
         if known is not None:
-            correct_bias(node, weight, dequantised, np.array(known.mean))
+            correct_bias(node, weight, dequantized, np.array(known.mean))
 
     return correct
 
@@ -284,10 +284,10 @@ def _count_reasons(reasons: Collection[str]) -> str:
 
 
 def keep_clamps_apart(model: "ir.Model") -> int:
-    """Write a Relu or Clip behind a quantised MatMul or Gemm as Max and Min; return how often that was.
+    """Write a Relu or Clip behind a quantized MatMul or Gemm as Max and Min; return how often that was.
 
     ONNX Runtime 1.31 takes a clamp for part of the product, and where it cannot be, as no QuantizeLinear that includes
-    it follows, leaves the product in floats behind a weight that is dequantised at every call.
+    it follows, leaves the product in floats behind a weight that is dequantized at every call.
     """
     writer = Writer(model.graph)
     count = 0
@@ -312,7 +312,7 @@ def keep_weights_floating(model: "ir.Model") -> int:
     """Have products with float weights between pairs read a scale for each channel; return how many there were.
 
     ONNX Runtime (1.21 and later) rounds such a weight to int8 by itself, with one scale for the whole tensor, if its
-    product reads what one scale dequantises (WeightBiasQuantization). The scales of all channels are the same here.
+    product reads what one scale dequantizes (WeightBiasQuantization). The scales of all channels are the same here.
     """
     writer = Writer(model.graph)
     count = 0

@@ -9,14 +9,14 @@ AS_GIVEN = "as given"
 """Name for that of a file which is measured as it is, and promises none."""
 Quantizer = Literal["own", "nncf", "qat"]
 """Maker of static int8 graphs: the rules and the search of enginesmith; for CPUs also NNCF; or the same rules with
-everything in int8, and training (quantisation-aware) in the place of the search."""
+everything in int8, and training (quantization-aware) in the place of the search."""
 Placement = Literal["inputs", "inputs+outputs", "inputs+read outputs"]
 """Places of Q/DQ pairs: at inputs of products alone, symmetric, which every engine takes; or also behind convolutions,
 with zero points, for kernels that write integers; or there only where int8 operators read them. What one engine fuses
 tears another one's kernels apart."""
 
 Form = Literal["given", "rescaled", "multiplied"]
-"""The float graph that is quantised: as it is; with channels scaled against each other; and with multiplications added,
+"""The float graph that is quantized: as it is; with channels scaled against each other; and with multiplications added,
 where nothing else can scale them."""
 FORM_WORDS: Mapping[Form, str] = {"rescaled": "channels rescaled", "multiplied": "channels rescaled by multiplications"}
 Cause = Literal["uneven activations", "uneven weights", "shifted means", "single peaks", "no outliers", "unknown"]
@@ -39,7 +39,7 @@ class Kind:
     searched: bool = False
     """Single groups can be left in floating point where it costs too much accuracy."""
     rest: Literal["fp32", "fp16", "bf16"] = "fp32"
-    """Type of operators that are not quantised."""
+    """Type of operators that are not quantized."""
     opset: int = 0
     """The first opset with all operators of the precision: with scales for each channel, in float16, or with blocks."""
 

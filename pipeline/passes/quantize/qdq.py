@@ -1,4 +1,4 @@
-"""Quantise statically: QuantizeLinear/DequantizeLinear pairs, so that an engine computes in few bits and fuses.
+"""Quantize statically: QuantizeLinear/DequantizeLinear pairs, so that an engine computes in few bits and fuses.
 
                  TensorRT                                   ONNX Runtime and OpenVINO, CPU
 activations      symmetric int8, zero point 0               uint8 with a zero point: costs nothing, includes a ReLU
@@ -16,7 +16,7 @@ residual Add     the input that comes from no convolution,  both inputs and the 
 pooling, Concat  never: Q moves through them by itself      where what they read is int8 already
 Reshape and so on, likewise
 
-TensorRT: "Q/DQ layer-placement recommendations" in its guide to quantised types. ONNX Runtime: its selectors in
+TensorRT: "Q/DQ layer-placement recommendations" in its guide to quantized types. ONNX Runtime: its selectors in
 ``core/optimizer/qdq_transformer`` say which patterns become integer kernels. It makes unsigned activations of signed
 ones by itself on x64, but not where a value has two readers: half of ResNet-50 then runs in floats.
 
@@ -39,7 +39,7 @@ from enginesmith.calibration.ranges import Method, Ranges
 from enginesmith.pipeline.errors import UsageError
 from enginesmith.pipeline.frameworks.onnx import edit, ir
 from enginesmith.pipeline.passes.quantize import layers, quantizers
-from enginesmith.pipeline.passes.quantize.layers import BIAS, WEIGHT, Correct, Quantised, QuantizableOp
+from enginesmith.pipeline.passes.quantize.layers import BIAS, WEIGHT, Correct, QuantizableOp, Quantized
 from enginesmith.pipeline.passes.quantize.precisions import Placement
 from enginesmith.pipeline.passes.quantize.quantizers import Grid, Layout, Narrow, Number, Rest, Scales
 from enginesmith.pipeline.passes.quantize.writer import Stored, Writer
@@ -66,16 +66,16 @@ class Rules:
     """Operators that it has kernels for."""
     symmetric: bool = True
     outputs: Literal["none", "read", "all"] = "none"
-    """Outputs of convolutions that are quantised too: those that an int8 operator reads, perhaps through others that
-    are quantised with them and, where they only move numbers, need no pair behind them; or all."""
+    """Outputs of convolutions that are quantized too: those that an int8 operator reads, perhaps through others that
+    are quantized with them and, where they only move numbers, need no pair behind them; or all."""
     activations: frozenset[str] = _CLAMPS
     """Operators that become part of the convolution before them, which then writes their output."""
     factors: bool = False
     """A multiplication by constants behind them becomes part of it, too."""
     own_scale: frozenset[str] = _OWN_SCALE
-    """Operators between products that are quantised, beside those that hand numbers on as they are."""
+    """Operators between products that are quantized, beside those that hand numbers on as they are."""
     residual: bool = False
-    """One input of a sum is to be quantised so that the sum becomes part of a convolution."""
+    """One input of a sum is to be quantized so that the sum becomes part of a convolution."""
     integer_bias: frozenset[str] = frozenset()
     """Operators whose bias has to be int32."""
 
@@ -98,7 +98,7 @@ RULES: Mapping[Placement, Rules] = {
 
 @dataclass(frozen=True)
 class Settings:
-    """Options of a quantisation."""
+    """Options of a quantization."""
 
     number: Number = "int8"
     placement: Placement = "inputs"
@@ -123,11 +123,11 @@ class Settings:
         return Rules(rules.products, rules.symmetric) if self.inputs_only else rules
 
 
-def quantise(model: "ir.Model", ranges: Ranges, settings: Settings, correct: Correct | None = None) -> Quantised:
-    """Quantise a float32 graph in place; ``correct`` is called for each weight, one after the other.
+def quantize(model: "ir.Model", ranges: Ranges, settings: Settings, correct: Correct | None = None) -> Quantized:
+    """Quantize a float32 graph in place; ``correct`` is called for each weight, one after the other.
 
     Raises:
-        InvalidGraph: it is quantised already, or has none of the operators that can be.
+        InvalidGraph: it is quantized already, or has none of the operators that can be.
         UsageError: the ranges are of another graph, or ``keep`` names groups that there are none of.
     """
     groups = layers.prepare(model, settings.number, settings.keep)
@@ -150,11 +150,11 @@ def quantise(model: "ir.Model", ranges: Ranges, settings: Settings, correct: Cor
     writer = Writer(model.graph)
     weights = _Weights(writer, settings, correct, {node: grids[layers.get_input(node, 0)] for node in chosen})
     for node in chosen:
-        weights.quantise(node)
+        weights.quantize(node)
     for value in (value for value in grids if value not in plan.moved):
         writer.insert_pair(value, grids[value], None if value in plan.native else plan.readers[value])
     writer.finish(model)
-    return Quantised(len(grids) - len(plan.moved), groups, left)
+    return Quantized(len(grids) - len(plan.moved), groups, left)
 
 
 def explain_operator(operator: str, rules: Rules) -> str:
@@ -222,12 +222,12 @@ class _Weights:
                 least = least if rounding[1] is not None else np.asarray(least.max())
                 self._least[rounding] = np.maximum(least, self._least.get(rounding, 0.0))
 
-    def quantise(self, node: "ir.Node") -> None:
-        """Quantise a product's weight, and its bias where the engine wants that."""
+    def quantize(self, node: "ir.Node") -> None:
+        """Quantize a product's weight, and its bias where the engine wants that."""
         settings, numbers, rounding = self._settings, layers.read_weight(node), self._find_rounding(node)
         if rounding not in self._done:
             least = self._least.get(rounding, 0.0)
-            narrow = quantizers.quantise_symmetrically(
+            narrow = quantizers.quantize_symmetrically(
                 numbers, rounding[1], settings.number, settings.rest, settings.weight_bits, least
             )
             self._done[rounding] = self._writer.store(str(rounding[0].name), narrow), narrow
@@ -241,8 +241,8 @@ class _Weights:
             levels = quantizers.integer_bias(bias.reshape(-1), steps)
             whole = Narrow(levels, steps.astype(np.float32), 0 if steps.ndim else None)
             sums = self._writer.store(str(layers.get_input(node, BIAS).name), whole)
-            node.replace_input_with(BIAS, self._writer.insert_dequantise(sums, node))
-        node.replace_input_with(WEIGHT, self._writer.insert_dequantise(stored, node))
+            node.replace_input_with(BIAS, self._writer.insert_dequantize(sums, node))
+        node.replace_input_with(WEIGHT, self._writer.insert_dequantize(stored, node))
 
     def _find_rounding(self, node: "ir.Node") -> "_Rounding":
         """Return what a product's rounded weight depends on beside the settings: its numbers, and the scales' axis."""
@@ -402,7 +402,7 @@ def _choose_residual_input(node: "ir.Node", products: "Collection[ir.Node]") -> 
 
 
 def _find_convolution(value: "ir.Value | None", products: "Collection[ir.Node]") -> "ir.Node | None":
-    """Return the quantised convolution whose output a value is, and that nothing else reads."""
+    """Return the quantized convolution whose output a value is, and that nothing else reads."""
     node = value.producer() if value is not None else None
     if value is None or node is None or len(value.uses()) != 1 or value.is_graph_output():
         return None

@@ -17,7 +17,7 @@ Number = Literal["int8", "fp8"]
 Rest = Literal["fp32", "fp16"]
 Layout = Literal["symmetric", "signed", "unsigned"]
 """Grids of activations: all around 0; those with both signs around 0 and others from 0 on; all from the least on."""
-"""Type that scales are stored in: that of operators which are not quantised."""
+"""Type that scales are stored in: that of operators which are not quantized."""
 LARGEST: Mapping[Number, float] = {"int8": 127.0, "fp8": 448.0}
 """Largest magnitude of a symmetric int8, and of E4M3 (Micikevicius et al.: FP8 Formats for Deep Learning, 2022)."""
 _UNSIGNED_STEPS = 255.0
@@ -146,7 +146,7 @@ def channel_axis(node: "ir.Node", shape: tuple[int, ...]) -> int | None:
             return 1 if len(shape) == 2 else None
 
 
-def quantise_symmetrically(
+def quantize_symmetrically(
     weight: Array, axis: int | None, number: Number, rest: Rest, bits: int = 8, least: Array | float = 0.0
 ) -> Narrow:
     """Return a weight as int8 or E4M3, symmetric around 0, with the scale that represents its largest number.
@@ -267,7 +267,7 @@ def add_to_bias(node: "ir.Node", more: Array) -> bool:
     return True
 
 
-def correct_bias(node: "ir.Node", weight: Array, dequantised: Array, mean: Array) -> bool:
+def correct_bias(node: "ir.Node", weight: Array, dequantized: Array, mean: Array) -> bool:
     """Make the bias of a product up for its rounded weight, in place; return False where there is no place for it.
 
     Weights are as the node reads them, and those of matrix products have to be matrices; ``mean`` is that of each input
@@ -279,7 +279,7 @@ def correct_bias(node: "ir.Node", weight: Array, dequantised: Array, mean: Array
     groups, first = node.attributes.get_int("group", 1), inputs_first(node)
     exact, rounded = (
         by_channel(each, inputs_first=first, groups=groups).sum(axis=2, dtype=np.float64)
-        for each in (weight, dequantised)
+        for each in (weight, dequantized)
     )
     lost: Array = exact - rounded
     means = np.asarray(mean, np.float64).reshape(groups, -1)

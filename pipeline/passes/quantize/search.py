@@ -1,15 +1,15 @@
 """Search for groups that stay in floating point: few measured trials, each step a function of those before.
 
-1. Everything quantised, until a trial passes: where some group loses much, the graph with channels rescaled, and with
+1. Everything quantized, until a trial passes: where some group loses much, the graph with channels rescaled, and with
    multiplications that rescale more; the graph as it is; the best of these with activations in uint8, where int8 is
    faster; with biases corrected for the mean error of weights; then with the ranges of one more method after the other.
    What fits the most common cause of the groups that lose much comes before the other changes.
 2. Where none does: with the best of these, the most sensitive groups stay in floating point: those that alone change
    the answers most for the work in them. First as many as make most of the error; their number is doubled until it
    passes, then bisected.
-3. Of those, the groups with the most work are quantised after all, if that passes too; where impacts are known, work
+3. Of those, the groups with the most work are quantized after all, if that passes too; where impacts are known, work
    has been weighed before.
-4. Where speed was measured: whole kinds of operators that may lose by being quantised stay in floating point.
+4. Where speed was measured: whole kinds of operators that may lose by being quantized stay in floating point.
 
 Advice from earlier searches changes the order alone: a setting that worked comes first, and those that failed again and
 again come last, where all of this leaves most of the work in floating point.
@@ -29,9 +29,9 @@ from enginesmith.pipeline.passes.quantize.precisions import FORM_WORDS, WEAK_DB,
 Phase = Literal["everything", "sensitive", "give back", "speed"]
 
 _GAIN = 1.02
-"""Least speed-up of the whole model for which an assignment with fewer quantised groups is preferred."""
+"""Least speed-up of the whole model for which an assignment with fewer quantized groups is preferred."""
 _MAIN_SHARE = 0.6
-"""A kind with more of the work than this is what quantisation is for."""
+"""A kind with more of the work than this is what quantization is for."""
 _LEAST_SHARE = 0.001
 """A kind with less of the work than this is not worth a trial for speed: the last product of a classifier."""
 _WORTHWHILE_SHARE = 0.01
@@ -53,7 +53,7 @@ class GroupFact(BaseModel, frozen=True):
     """Operator; convolutions in groups are a kind of their own."""
     macs: int
     sqnr_db: float | None
-    """SQNR of its output with quantised weights and activations, its inputs being exact; or of the part of the answers
+    """SQNR of its output with quantized weights and activations, its inputs being exact; or of the part of the answers
     in another unit that it alone loses most, if that is lower. None without such a form."""
     reason: str = ""
     """Reason for staying in floating point anyway."""
@@ -91,7 +91,7 @@ class Trial(Judgement):
     """Groups in floating point, sorted."""
     why: str
     impacts: dict[str, float] = Field(default_factory=dict)
-    """Error of the answers with that group alone quantised, of their energy; the first trial with sensitive groups in
+    """Error of the answers with that group alone quantized, of their energy; the first trial with sensitive groups in
     floating point has it."""
     impact_seconds: float = 0.0
     speedup: float | None = None
@@ -102,7 +102,7 @@ class Trial(Judgement):
 
 
 class Setting(BaseModel, frozen=True, extra="forbid"):
-    """Describe how everything is quantised: a search changes this before it leaves a group in floating point."""
+    """Describe how everything is quantized: a search changes this before it leaves a group in floating point."""
 
     form: Form = "given"
     unsigned: bool = False
@@ -212,7 +212,7 @@ def _next_setting(
     corrections: Sequence[bool],
     advice: Advice,
 ) -> tuple[Setting | None, str]:
-    """Choose the setting of one more trial with everything quantised, and say why.
+    """Choose the setting of one more trial with everything quantized, and say why.
 
     The one that worked for others comes first; then all forms; then one change at a time of what lost least so far.
     """
@@ -265,7 +265,7 @@ def _least_float_share(trials: Sequence[Trial], groups: Sequence[GroupFact]) -> 
 
 
 def best(trials: Sequence[Trial], groups: Sequence[GroupFact]) -> Trial | None:
-    """Return the fastest trial that passed; of those that are equally fast, the one with the most work quantised.
+    """Return the fastest trial that passed; of those that are equally fast, the one with the most work quantized.
 
     Where engines are larger than is allowed, it is one of the others, if there are any.
     """
@@ -337,7 +337,7 @@ def _count_most(impacts: Sequence[float]) -> int:
 def _give_back(
     trials: Sequence[Trial], forms: Groups, fixed: frozenset[str], impacts: Mapping[str, float]
 ) -> Candidate | None:
-    """Propose to quantise more: first the half of the kept groups with the most work, then the one with the most."""
+    """Propose to quantize more: first the half of the kept groups with the most work, then the one with the most."""
     before = [trial for trial in trials if trial.phase == "give back"]
     sensitive = [trial for trial in trials if trial.phase == "sensitive" and trial.passed]
     if impacts or not sensitive or len(before) > 1 or any(trial.passed for trial in before):

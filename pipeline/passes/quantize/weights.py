@@ -1,7 +1,7 @@
-"""Quantise without calibration: int8 weights for activations quantised as they come, and int4 weights.
+"""Quantize without calibration: int8 weights for activations quantized as they come, and int4 weights.
 
 int8, for CPUs: a MatMul or Gemm becomes DynamicQuantizeLinear, MatMulInteger, Cast and a product with both scales,
-which ONNX Runtime makes one kernel of; values that several products read are quantised once. An LSTM becomes ONNX
+which ONNX Runtime makes one kernel of; values that several products read are quantized once. An LSTM becomes ONNX
 Runtime's own DynamicQuantizeLSTM. Convolutions are left alone: ConvInteger is slower than what it replaces.
 
 int4: matrices in blocks of inputs that share a scale, computed with in floating point. They stand in front of MatMul
@@ -16,7 +16,7 @@ import numpy as np
 from enginesmith.calibration.ranges import Ranges
 from enginesmith.pipeline.frameworks.onnx import edit, ir
 from enginesmith.pipeline.passes.quantize import layers, quantizers
-from enginesmith.pipeline.passes.quantize.layers import BIAS, WEIGHT, Correct, Quantised, QuantizableOp
+from enginesmith.pipeline.passes.quantize.layers import BIAS, WEIGHT, Correct, QuantizableOp, Quantized
 from enginesmith.pipeline.passes.quantize.qdq import Settings
 from enginesmith.pipeline.passes.quantize.quantizers import Narrow
 from enginesmith.pipeline.passes.quantize.writer import NO_ATTRIBUTES, Attributes, Writer
@@ -28,11 +28,11 @@ _LSTM_INPUTS = 8
 _FLOAT = 1  # of TensorProto.DataType
 
 
-def quantise_dynamically(model: "ir.Model", settings: Settings, correct: Correct | None = None) -> Quantised:
-    """Quantise the matrix products and LSTMs of a float32 graph in place, for ONNX Runtime on CPUs.
+def quantize_dynamically(model: "ir.Model", settings: Settings, correct: Correct | None = None) -> Quantized:
+    """Quantize the matrix products and LSTMs of a float32 graph in place, for ONNX Runtime on CPUs.
 
     Raises:
-        InvalidGraph: it is quantised already, or has neither with constant weights.
+        InvalidGraph: it is quantized already, or has neither with constant weights.
         UsageError: ``keep`` names groups that there are none of.
     """
     groups = layers.prepare(model, _DYNAMIC, settings.keep)
@@ -47,7 +47,7 @@ def quantise_dynamically(model: "ir.Model", settings: Settings, correct: Correct
             replace = products.replace_lstm if group.operator == "LSTM" else products.replace_matrix_product
             replace(nodes[group.name])
     products.writer.finish(model)
-    return Quantised(0, groups, left)
+    return Quantized(0, groups, left)
 
 
 def _explain_no_dynamic_form(group: QuantizableOp, node: "ir.Node") -> str:
@@ -79,9 +79,9 @@ class _DynamicProducts:
         self._rounded: dict[tuple[ir.Value, bool], Narrow] = {}
 
     def replace_matrix_product(self, node: "ir.Node") -> None:
-        """Put the quantised form of a MatMul or Gemm in its place."""
+        """Put the quantized form of a MatMul or Gemm in its place."""
         levels, scale = self._store_matrix(node)
-        numbers, step, zero = self._quantise_activation(node)
+        numbers, step, zero = self._quantize_activation(node)
         product = self._insert(node, "MatMulInteger", [numbers, levels, zero], "integer", name=str(node.name))
         cast = self._insert(node, "Cast", [product], "cast", attributes={"to": _FLOAT})
         last = self._insert(node, "Mul", [cast, self._insert(node, "Mul", [step, scale], "scales")], "product")
@@ -116,7 +116,7 @@ class _DynamicProducts:
         factor, weight = node.attributes.get_float("alpha", 1.0), layers.read_weight(node)
         if (value, transposed) not in self._rounded:
             matrix = weight.T if transposed else weight
-            narrow = quantizers.quantise_symmetrically(matrix, 1, "int8", "fp32", self._settings.weight_bits)
+            narrow = quantizers.quantize_symmetrically(matrix, 1, "int8", "fp32", self._settings.weight_bits)
             self._rounded[value, transposed] = narrow
         narrow = self._rounded[value, transposed]
         if self._correct is not None:
@@ -131,11 +131,11 @@ class _DynamicProducts:
         Scales for each output of each gate are allowed too, and take ONNX Runtime 8 % longer.
         """
         name, weight = layers.get_input(node, index).name, layers.read_weight(node, index)
-        narrow = quantizers.quantise_symmetrically(weight, 0, "int8", "fp32", self._settings.weight_bits)
+        narrow = quantizers.quantize_symmetrically(weight, 0, "int8", "fp32", self._settings.weight_bits)
         levels = self.writer.share_constant(f"{name}_quantized", np.ascontiguousarray(narrow.levels.swapaxes(1, 2)))
         return levels, self.writer.share_constant(f"{name}_scale", narrow.scale)
 
-    def _quantise_activation(self, reader: "ir.Node") -> "list[ir.Value]":
+    def _quantize_activation(self, reader: "ir.Node") -> "list[ir.Value]":
         """Return numbers, scale and zero point of what a product reads."""
         data = layers.get_input(reader, 0)
         if data not in self._activations:
@@ -162,13 +162,13 @@ class _DynamicProducts:
         return new.outputs[0]
 
 
-def quantise_to_int4(
+def quantize_to_int4(
     model: "ir.Model", settings: Settings, ranges: Ranges | None = None, correct: Correct | None = None
-) -> Quantised:
-    """Quantise the weights of a float32 graph in place; with ranges, errors count by the inputs' mean square.
+) -> Quantized:
+    """Quantize the weights of a float32 graph in place; with ranges, errors count by the inputs' mean square.
 
     Raises:
-        InvalidGraph: it is quantised already, or has no matrix product with a constant weight.
+        InvalidGraph: it is quantized already, or has no matrix product with a constant weight.
         UsageError: ``keep`` names groups that there are none of.
     """
     groups = layers.prepare(model, _INT4, settings.keep)
@@ -193,9 +193,9 @@ def quantise_to_int4(
                 correct(node, weight, wide.T if transposed else wide)
             if transposed:
                 node.attributes["transB"] = ir.AttrInt64("transB", 0)
-            node.replace_input_with(WEIGHT, writer.insert_dequantise(stored, node))
+            node.replace_input_with(WEIGHT, writer.insert_dequantize(stored, node))
     writer.finish(model)
-    return Quantised(0, groups, left)
+    return Quantized(0, groups, left)
 
 
 def _find_importance(products: "Sequence[ir.Node]", ranges: Ranges | None, length: int) -> Array | None:

@@ -1,4 +1,4 @@
-"""Put quantised values into a graph: initialisers and nodes with names of their own."""
+"""Put quantized values into a graph: initializers and nodes with names of their own."""
 
 import hashlib
 from collections.abc import Iterable, Mapping, Sequence
@@ -93,7 +93,7 @@ class Writer:
             self._stored[key] = Stored(name, levels, scale, zero, narrow.axis, narrow.block)
         return self._stored[key]
 
-    def insert_dequantise(self, stored: Stored, before: "ir.Node") -> "ir.Value":
+    def insert_dequantize(self, stored: Stored, before: "ir.Node") -> "ir.Value":
         """Return a constant in few bits, as floats for one node."""
         inputs = [stored.levels, stored.scale, *([stored.zero_point] if stored.zero_point is not None else [])]
         attributes = {} if stored.axis is None else {"axis": stored.axis}
@@ -114,16 +114,16 @@ class Writer:
         dtype = ml_dtypes.float8_e4m3fn if grid.dtype == "fp8" else grid.dtype
         zero = self.share_constant(f"zero_point_{grid.dtype}_{grid.zero_point}", np.array(grid.zero_point, dtype))
         producer = value.producer()
-        quantise = self.node("QuantizeLinear", [value, scale, zero], [f"{value.name}_quantized"], like=producer)
-        inputs = [quantise.outputs[0], scale, zero]
+        quantize = self.node("QuantizeLinear", [value, scale, zero], [f"{value.name}_quantized"], like=producer)
+        inputs = [quantize.outputs[0], scale, zero]
         restore = self.node("DequantizeLinear", inputs, [f"{value.name}_dequantized"], like=producer)
         rounded = restore.outputs[0]
-        _describe(quantise.outputs[0], zero, value)
+        _describe(quantize.outputs[0], zero, value)
         _describe(rounded, scale, value)
         if producer is None:
-            self.graph.insert_before(self.graph[0], [quantise, restore])
+            self.graph.insert_before(self.graph[0], [quantize, restore])
         else:
-            self.graph.insert_after(producer, [quantise, restore])
+            self.graph.insert_after(producer, [quantize, restore])
         for node, index in uses:
             node.replace_input_with(index, rounded)
         if readers is None and value.is_graph_output():  # the rounded value takes the output's place and name

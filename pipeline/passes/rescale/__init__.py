@@ -1,1 +1,1 @@
-"""Factors moved between layers, so that a float graph answers the same and quantises better."""
+"""Factors moved between layers, so that a float graph answers the same and quantizes better."""

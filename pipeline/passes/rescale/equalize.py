@@ -1,6 +1,6 @@
-"""Equalise across layers: scale channels of neighbouring layers against each other until their ranges agree.
+"""Equalize across layers: scale channels of neighboring layers against each other until their ranges agree.
 
-Networks with depthwise convolutions need it before they are quantised: their channels differ by orders of magnitude,
+Networks with depthwise convolutions need it before they are quantized: their channels differ by orders of magnitude,
 and one scale has to do for all channels of a value.
 
 Nagel, van Baalen, Blankevoort, Welling: Data-Free Quantization Through Weight Equalization and Bias Correction,
@@ -53,7 +53,7 @@ class EqualizationResult:
 
 
 def equalize_cross_layer(model: "ir.Model", ranges: Ranges | None) -> EqualizationResult:
-    """Equalise the channels between the products of a graph, in place."""
+    """Equalize the channels between the products of a graph, in place."""
     every = products.find(model)
     equalizer = _Equalizer(labels.label(model, every), every, ranges)
     before = equalizer.measure_ratio()
@@ -106,7 +106,7 @@ class _Limits:
 
 
 class _Equalizer:
-    """Equalises sets of channels: all those that one product reads and that can be scaled."""
+    """Equalizes sets of channels: all those that one product reads and that can be scaled."""
 
     def __init__(self, channel_labels: ChannelLabels, every: Sequence[Product], ranges: Ranges | None) -> None:
         self._labels, self._limits = channel_labels, _Limits.find(channel_labels, ranges)
@@ -255,19 +255,19 @@ def _alive(magnitudes: Array) -> Array:
 
 
 class CrossLayerEqualization(GraphPass):
-    """Scale the channels of neighbouring layers against each other; ``ranges``, where given, show how far."""
+    """Scale the channels of neighboring layers against each other; ``ranges``, where given, show how far."""
 
-    name: ClassVar[str] = "equalise"
+    name: ClassVar[str] = "equalize"
     consumes: ClassVar[Kind] = "onnx"
     produces: ClassVar[Kind] = "onnx"
     tools: ClassVar[tuple[str, ...]] = ("numpy", "onnx", "onnx-ir")
     stage: ClassVar[Stage] = "rescale"
-    reads: ClassVar[tuple[str, ...]] = ("quantisation",)
+    reads: ClassVar[tuple[str, ...]] = ("quantization",)
 
     @classmethod
     def requested(cls, options: Mapping[str, Any], request: PrecisionRequest) -> Iterable[Self]:
         """Make one for a precision with ranges of activations, where the recipe wants it."""
-        return (cls(),) if KINDS[request.precision].calibrated and options["quantisation"].equalise else ()
+        return (cls(),) if KINDS[request.precision].calibrated and options["quantization"].equalize else ()
 
     def apply(self, artifact: Artifact, out: Path, progress: Progress, records: Records) -> Effect:
         """Rewrite weights and biases; names stay.

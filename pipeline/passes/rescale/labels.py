@@ -2,7 +2,7 @@
 
 f(s·x) = s·f(x) for a factor s > 0 of each channel, through operators that pass factors on exactly or only move channels
 about. So channels get labels where a product reads them, and labels go backwards from there, through all that passes
-factors on, to what can take them: another product, a normalisation, a constant. Where two ways meet, in an addition or
+factors on, to what can take them: another product, a normalization, a constant. Where two ways meet, in an addition or
 as a value has several readers, labels become equal. The label 0 is that of channels that cannot be scaled.
 """
 
@@ -34,7 +34,7 @@ class ChannelLabels:
     readers: list[tuple[Product, Labels]] = field(default_factory=list)
     writers: list[tuple[Product, Labels]] = field(default_factory=list)
     constants: "list[tuple[ir.Node, int, Labels]]" = field(default_factory=list)
-    """Inputs of nodes that have to be scaled along: biases, scales of normalisations."""
+    """Inputs of nodes that have to be scaled along: biases, scales of normalizations."""
     clips: "list[tuple[ir.Node, Labels]]" = field(default_factory=list)
     """Clips on the way. They pass factors on only below their bound: whoever scales has to look."""
     sources: "list[tuple[ir.Value, Labels]]" = field(default_factory=list)
@@ -82,10 +82,10 @@ def dims(value: "ir.Value | None") -> tuple[int | str | None, ...]:
 
 def label(model: "ir.Model", products: Sequence[Product]) -> ChannelLabels:
     """Label the channels of all that products read."""
-    return _Labelling(model.graph, products).label()
+    return _Labeling(model.graph, products).label()
 
 
-class _Labelling:
+class _Labeling:
     def __init__(self, graph: "ir.Graph", products: Sequence[Product]) -> None:
         self._graph = graph
         self._products = {product.node: product for product in products}
@@ -244,7 +244,7 @@ _Moved = Mapping[int, Labels] | None
 
 @dataclass(frozen=True)
 class _Rule:
-    move: Callable[[_Labelling, "ir.Node"], _Moved]
+    move: Callable[[_Labeling, "ir.Node"], _Moved]
     """Tells labels of inputs by those of outputs."""
     carriers: tuple[int, ...] | None = (0,)
     """Inputs that have the channels of the output; None for all that are no constants."""
@@ -263,7 +263,7 @@ def _find_scalable(graph: "ir.Graph", products: "Mapping[ir.Node, Product]") -> 
         rule = _find_rule(node)
         if node in products:
             scalable = products[node].private
-        elif node.op_type in ("Mul", *_NORMALISATIONS):
+        elif node.op_type in ("Mul", *_NORMALIZATIONS):
             scalable = not node.domain and (
                 _find_factor(node) is not None
                 or (node.op_type == "Mul" and any(_is_only_for(value, values) for value in node.inputs))
@@ -284,33 +284,33 @@ def _is_only_for(value: "ir.Value | None", scalable: "Iterable[ir.Value]") -> bo
 
 
 def _find_factor(node: "ir.Node") -> int | None:
-    """Find the input of a multiplication or normalisation that is a constant factor."""
+    """Find the input of a multiplication or normalization that is a constant factor."""
     places = (0, 1) if node.op_type == "Mul" else (1,)
     return next((index for index in places if edit.is_factor(node.inputs[index])), None)
 
 
-def _keep(labelling: _Labelling, node: "ir.Node") -> _Moved:
-    return {0: labelling.get(node.outputs[0])}
+def _keep(labeling: _Labeling, node: "ir.Node") -> _Moved:
+    return {0: labeling.get(node.outputs[0])}
 
 
-def _move_through_prelu(labelling: _Labelling, node: "ir.Node") -> _Moved:
-    return _keep(labelling, node) if edit.read(node.inputs[1]) is not None else None
+def _move_through_prelu(labeling: _Labeling, node: "ir.Node") -> _Moved:
+    return _keep(labeling, node) if edit.read(node.inputs[1]) is not None else None
 
 
-def _move_through_clip(labelling: _Labelling, node: "ir.Node") -> _Moved:
-    labels = labelling.get(node.outputs[0])
-    labelling.pass_clip(node, labels)
+def _move_through_clip(labeling: _Labeling, node: "ir.Node") -> _Moved:
+    labels = labeling.get(node.outputs[0])
+    labeling.pass_clip(node, labels)
     return {0: labels}
 
 
-def _move_through_pool(labelling: _Labelling, node: "ir.Node") -> _Moved:
-    labels = labelling.get(node.outputs[0])
-    return {0: labelling.tie(labels, range(2, labels.ndim))}
+def _move_through_pool(labeling: _Labeling, node: "ir.Node") -> _Moved:
+    labels = labeling.get(node.outputs[0])
+    return {0: labeling.tie(labels, range(2, labels.ndim))}
 
 
-def _move_through_resize(labelling: _Labelling, node: "ir.Node") -> _Moved:
+def _move_through_resize(labeling: _Labeling, node: "ir.Node") -> _Moved:
     """Scale through sums of places with fixed factors; all that is added up along an axis gets one label."""
-    labels = labelling.get(node.outputs[0])
+    labels = labeling.get(node.outputs[0])
     mode = node.attributes.get_string("coordinate_transformation_mode", "half_pixel")
     policy = node.attributes.get_string("keep_aspect_ratio_policy", "stretch")
     if mode not in _RESIZED_IN_PLACE or policy != "stretch":
@@ -322,12 +322,12 @@ def _move_through_resize(labelling: _Labelling, node: "ir.Node") -> _Moved:
     else:
         known = zip(dims(node.inputs[0]), dims(node.outputs[0]), strict=True)
         moved = [axis for axis, (before, behind) in enumerate(known) if before is None or before != behind]
-    return {0: labelling.tie(labels, moved)}
+    return {0: labeling.tie(labels, moved)}
 
 
-def _move_through_pad(labelling: _Labelling, node: "ir.Node") -> _Moved:
+def _move_through_pad(labeling: _Labeling, node: "ir.Node") -> _Moved:
     """Scale through padding with zeros or with what is there; all along an axis that is padded get one label."""
-    labels = labelling.get(node.outputs[0])
+    labels = labeling.get(node.outputs[0])
     given = [edit.read(value) for value in node.inputs[1:]]
     if not given:  # in old opsets
         amounts, filled = _attribute(node, "pads", ()), "value" in node.attributes
@@ -346,33 +346,33 @@ def _move_through_pad(labelling: _Labelling, node: "ir.Node") -> _Moved:
     if filled or len(amounts) != 2 * len(axes):
         return None
     pairs = zip(axes, amounts[: len(axes)], amounts[len(axes) :], strict=True)
-    return {0: labelling.tie(labels, [axis for axis, before, behind in pairs if before or behind])}
+    return {0: labeling.tie(labels, [axis for axis, before, behind in pairs if before or behind])}
 
 
 def _attribute(node: "ir.Node", name: str, missing: Sequence[int]) -> Sequence[int]:
     return node.attributes[name].as_ints() if name in node.attributes else missing
 
 
-def _move_through_add(labelling: _Labelling, node: "ir.Node") -> _Moved:
-    labels = labelling.get(node.outputs[0])
+def _move_through_add(labeling: _Labeling, node: "ir.Node") -> _Moved:
+    labels = labeling.get(node.outputs[0])
     for index, value in enumerate(node.inputs):
         if edit.is_factor(value):
             if len(dims(node.inputs[1 - index])) != labels.ndim:
                 return None
-            labelling.take_constant(node, index, labels)
+            labeling.take_constant(node, index, labels)
             return {1 - index: labels}
-    return {index: labelling.tie_broadcast(labels, value) for index, value in enumerate(node.inputs)}
+    return {index: labeling.tie_broadcast(labels, value) for index, value in enumerate(node.inputs)}
 
 
-def _move_through_mul(labelling: _Labelling, node: "ir.Node") -> _Moved:
+def _move_through_mul(labeling: _Labeling, node: "ir.Node") -> _Moved:
     """Scale one of the operands: a constant, or the larger one, or the one that can be scaled for free."""
-    labels = labelling.get(node.outputs[0])
+    labels = labeling.get(node.outputs[0])
     factor = _find_factor(node)
     if factor is not None:
         other = node.inputs[1 - factor]
-        if _is_only_for(other, labelling.scalable) and len(dims(other)) == labels.ndim:
+        if _is_only_for(other, labeling.scalable) and len(dims(other)) == labels.ndim:
             return {1 - factor: labels}
-        labelling.take_constant(node, factor, labels)
+        labeling.take_constant(node, factor, labels)
         return {}
     first, other = node.inputs
     sizes = dims(node.outputs[0])
@@ -380,43 +380,43 @@ def _move_through_mul(labelling: _Labelling, node: "ir.Node") -> _Moved:
     if first is other or not wide:
         return None
     if len(wide) == 2:
-        wide = [index for index in wide if _is_only_for(node.inputs[index], labelling.scalable)]
+        wide = [index for index in wide if _is_only_for(node.inputs[index], labeling.scalable)]
     return {wide[0]: labels} if wide else None
 
 
-def _move_through_matmul(labelling: _Labelling, node: "ir.Node") -> _Moved:
+def _move_through_matmul(labeling: _Labeling, node: "ir.Node") -> _Moved:
     """Scale the columns of V in A·V, for every head on its own."""
-    labels, value = labelling.get(node.outputs[0]), node.inputs[1]
+    labels, value = labeling.get(node.outputs[0]), node.inputs[1]
     if value is None or not 2 <= len(dims(value)) <= labels.ndim:
         return None
-    return {1: labelling.tie_broadcast(labelling.tie(labels, (labels.ndim - 2,)), value)}
+    return {1: labeling.tie_broadcast(labeling.tie(labels, (labels.ndim - 2,)), value)}
 
 
-def _move_through_attention(labelling: _Labelling, node: "ir.Node") -> _Moved:
+def _move_through_attention(labeling: _Labeling, node: "ir.Node") -> _Moved:
     """Scale the values of the operator of opset 23; heads that several queries share have other sizes."""
-    labels = labelling.get(node.outputs[0])
+    labels = labeling.get(node.outputs[0])
     if len(dims(node.inputs[0])) != len(dims(node.inputs[2])) or any(node.inputs[4:]):
         return None
-    return {2: labelling.tie(labels, (labels.ndim - 2,))}
+    return {2: labeling.tie(labels, (labels.ndim - 2,))}
 
 
-def _move_through_normalisation(labelling: _Labelling, node: "ir.Node") -> _Moved:
-    """End at the scale, and the shift, of a normalisation over the last axis."""
-    labels = labelling.get(node.outputs[0])
+def _move_through_normalization(labeling: _Labeling, node: "ir.Node") -> _Moved:
+    """End at the scale, and the shift, of a normalization over the last axis."""
+    labels = labeling.get(node.outputs[0])
     last = labels.ndim - 1
     given = [index for index in range(1, len(node.inputs)) if node.inputs[index] is not None]
     along = node.attributes.get_int("axis", -1) in (-1, last)
     if not along or not all(edit.is_factor(node.inputs[index]) for index in given):
         return None
-    labels = labelling.tie(labels, range(last))
+    labels = labeling.tie(labels, range(last))
     for index in given:
-        labelling.take_constant(node, index, labels)
+        labeling.take_constant(node, index, labels)
     return {}
 
 
-def _move_through_mean(labelling: _Labelling, node: "ir.Node") -> _Moved:
+def _move_through_mean(labeling: _Labeling, node: "ir.Node") -> _Moved:
     """Keep channels through a mean over other axes than theirs."""
-    labels, rank = labelling.get(node.outputs[0]), len(dims(node.inputs[0]))
+    labels, rank = labeling.get(node.outputs[0]), len(dims(node.inputs[0]))
     axes = _attribute(node, "axes", ())  # in old opsets
     if len(node.inputs) > 1 and (given := edit.read(node.inputs[1])) is not None:
         axes = [int(axis) for axis in given.reshape(-1)]
@@ -426,9 +426,9 @@ def _move_through_mean(labelling: _Labelling, node: "ir.Node") -> _Moved:
     return {0: labels if node.attributes.get_int("keepdims", 1) else np.expand_dims(labels, tuple(reduced))}
 
 
-def _move_through_reshape(labelling: _Labelling, node: "ir.Node") -> _Moved:
+def _move_through_reshape(labeling: _Labeling, node: "ir.Node") -> _Moved:
     """Divide the axes on both sides into groups of the same size; those without channels need not be known."""
-    labels = labelling.get(node.outputs[0])
+    labels = labeling.get(node.outputs[0])
     ours, theirs = dims(node.outputs[0]), dims(node.inputs[0])
     if not theirs:
         return None
@@ -480,14 +480,14 @@ def group_axes(ours: Sequence[int | str | None], theirs: Sequence[int | str | No
     return [(range(ends[0]), range(ends[1])), *groups] if any(ends) else groups
 
 
-def _move_through_transpose(labelling: _Labelling, node: "ir.Node") -> _Moved:
-    labels = labelling.get(node.outputs[0])
+def _move_through_transpose(labeling: _Labeling, node: "ir.Node") -> _Moved:
+    labels = labeling.get(node.outputs[0])
     order = [edit.find_transposed_axis(node, axis) % labels.ndim for axis in range(labels.ndim)]
     return {0: labels.transpose(np.argsort(order))}
 
 
-def _move_through_concat(labelling: _Labelling, node: "ir.Node") -> _Moved:
-    labels = labelling.get(node.outputs[0])
+def _move_through_concat(labeling: _Labeling, node: "ir.Node") -> _Moved:
+    labels = labeling.get(node.outputs[0])
     axis = node.attributes.get_int("axis", 0) % labels.ndim
     if labels.shape[axis] == 1:
         return dict.fromkeys(range(len(node.inputs)), labels)
@@ -498,11 +498,11 @@ def _move_through_concat(labelling: _Labelling, node: "ir.Node") -> _Moved:
     return dict(enumerate(np.split(labels, np.cumsum(widths)[:-1], axis)))
 
 
-def _move_through_split(labelling: _Labelling, node: "ir.Node") -> _Moved:
+def _move_through_split(labeling: _Labeling, node: "ir.Node") -> _Moved:
     axis = node.attributes.get_int("axis", 0) % len(dims(node.outputs[0]))
     parts = []
     for value in node.outputs:
-        labels, size = labelling.get(value), dims(value)[axis]
+        labels, size = labeling.get(value), dims(value)[axis]
         if not isinstance(size, int):
             return None
         parts.append(np.broadcast_to(labels, (*labels.shape[:axis], size, *labels.shape[axis + 1 :])))
@@ -511,7 +511,7 @@ def _move_through_split(labelling: _Labelling, node: "ir.Node") -> _Moved:
     return {0: np.concatenate(whole, axis)}
 
 
-def _move_through_slice(labelling: _Labelling, node: "ir.Node") -> _Moved:
+def _move_through_slice(labeling: _Labeling, node: "ir.Node") -> _Moved:
     """Put labels where a Slice takes channels from; all others have labels of their own."""
     sizes = dims(node.inputs[0])
     given = [edit.read(value) for value in node.inputs[1:]]
@@ -526,20 +526,20 @@ def _move_through_slice(labelling: _Labelling, node: "ir.Node") -> _Moved:
         if not isinstance(size, int) or step < 1:
             return None
         taken[axis] = np.arange(size)[start:end:step]
-    return _pick(labelling, node, taken)
+    return _pick(labeling, node, taken)
 
 
-def _move_through_gather(labelling: _Labelling, node: "ir.Node") -> _Moved:
+def _move_through_gather(labeling: _Labeling, node: "ir.Node") -> _Moved:
     indices, sizes = edit.read(node.inputs[1]), dims(node.inputs[0])
     axis = node.attributes.get_int("axis", 0) % max(len(sizes), 1)
     if indices is None or indices.ndim > 1 or not sizes or not isinstance(sizes[axis], int):
         return None
-    return _pick(labelling, node, {axis: indices}, dropped=(axis,) if indices.ndim == 0 else ())
+    return _pick(labeling, node, {axis: indices}, dropped=(axis,) if indices.ndim == 0 else ())
 
 
-def _pick(labelling: _Labelling, node: "ir.Node", taken: Mapping[int, Array], dropped: tuple[int, ...] = ()) -> _Moved:
+def _pick(labeling: _Labeling, node: "ir.Node", taken: Mapping[int, Array], dropped: tuple[int, ...] = ()) -> _Moved:
     """Put the labels of an output where it takes channels from along some axes, with indices for each."""
-    labels = np.expand_dims(labelling.get(node.outputs[0]), dropped)
+    labels = np.expand_dims(labeling.get(node.outputs[0]), dropped)
     for axis, indices in taken.items():
         size = dims(node.inputs[0])[axis]
         shape = list(labels.shape)
@@ -548,20 +548,20 @@ def _pick(labelling: _Labelling, node: "ir.Node", taken: Mapping[int, Array], dr
             return None
         whole = np.full(shape, _UNREAD)
         np.maximum.at(whole.swapaxes(0, axis), indices.reshape(-1), labels.swapaxes(0, axis))
-        labelling.equate(whole.take(indices.reshape(-1), axis), labels)  # what is taken twice has both
+        labeling.equate(whole.take(indices.reshape(-1), axis), labels)  # what is taken twice has both
         labels = whole
     return {0: labels}
 
 
 _RESIZED_IN_PLACE = ("half_pixel", "half_pixel_symmetric", "pytorch_half_pixel", "align_corners", "asymmetric")
 """Ways of Resize by which an axis of scale 1 stays as it is."""
-_NORMALISATIONS = ("LayerNormalization", "RMSNormalization")
+_NORMALIZATIONS = ("LayerNormalization", "RMSNormalization")
 _POOLS = ("MaxPool", "AveragePool", "GlobalMaxPool", "GlobalAveragePool")
 _RULES: Mapping[str, _Rule] = {
     **dict.fromkeys(("Relu", "LeakyRelu", "Identity"), _Rule(_keep)),
     **dict.fromkeys(_POOLS, _Rule(_move_through_pool)),
     **dict.fromkeys(("Flatten", "Reshape", "Squeeze", "Unsqueeze"), _Rule(_move_through_reshape)),
-    **dict.fromkeys(_NORMALISATIONS, _Rule(_move_through_normalisation)),
+    **dict.fromkeys(_NORMALIZATIONS, _Rule(_move_through_normalization)),
     "Add": _Rule(_move_through_add, None),
     "Attention": _Rule(_move_through_attention, (2,)),
     "Clip": _Rule(_move_through_clip),

@@ -13,7 +13,7 @@ _MATRIX_PRODUCTS = ("MatMul", "Gemm")
 
 @dataclass(frozen=True)
 class Product:
-    """One Conv, ConvTranspose, MatMul or Gemm whose second input is an initialiser of float32."""
+    """One Conv, ConvTranspose, MatMul or Gemm whose second input is an initializer of float32."""
 
     node: "ir.Node"
     data: "ir.Value"

@@ -1,7 +1,7 @@
 """Scale channels between activations and the weights that they meet, wherever that is free: (x/s)·(s·W) = x·W.
 
-Where an operator before them can take 1/s, as a normalisation or a product can, it costs nothing when the graph runs.
-Factors s of input channels are to make products lose least when they are quantised. ``smooth``: Xiao et al.:
+Where an operator before them can take 1/s, as a normalization or a product can, it costs nothing when the graph runs.
+Factors s of input channels are to make products lose least when they are quantized. ``smooth``: Xiao et al.:
 SmoothQuant, 2022, arXiv:2211.10438, equation 4: s = max|x|^α / max|W|^(1−α), for activations with outliers in int8.
 ``awq``: Lin et al.: AWQ, 2023, arXiv:2306.00978, section 3.2: s = mean|x|^α, for weights in int4 beside exact
 activations.
@@ -454,7 +454,7 @@ class Smooth(GraphPass):
     produces: ClassVar[Kind] = "onnx"
     tools: ClassVar[tuple[str, ...]] = ("numpy", "onnx", "onnx-ir")
     stage: ClassVar[Stage] = "rescale"
-    reads: ClassVar[tuple[str, ...]] = ("quantisation",)
+    reads: ClassVar[tuple[str, ...]] = ("quantization",)
     requires: ClassVar[tuple[str, ...]] = ("ranges",)
     """With ``products``, a JSON list of nodes, only what these read is scaled."""
 
@@ -470,13 +470,13 @@ class Smooth(GraphPass):
     @classmethod
     def requested(cls, options: Mapping[str, Any], request: PrecisionRequest) -> Iterable[Self]:
         """Make one for activations in few bits, or for weights in int4, where the recipe wants it."""
-        quantisation = options["quantisation"]
-        if KINDS[request.precision].calibrated and quantisation.smooth is not None:
+        quantization = options["quantization"]
+        if KINDS[request.precision].calibrated and quantization.smooth is not None:
             yield cls(
-                alpha=None if quantisation.smooth == "auto" else quantisation.smooth, insert=quantisation.smooth_insert
+                alpha=None if quantization.smooth == "auto" else quantization.smooth, insert=quantization.smooth_insert
             )
-        if request.precision == "int4-weights" and quantisation.awq:
-            yield cls(mode="awq", insert=quantisation.smooth_insert)
+        if request.precision == "int4-weights" and quantization.awq:
+            yield cls(mode="awq", insert=quantization.smooth_insert)
 
     def judging_outputs_apart(self) -> Self:
         return self.model_copy(update={"outputs_apart": True})

@@ -46,7 +46,7 @@ class StoredWeight:
     """The weight of one product."""
 
     name: str
-    """Name of the initialiser."""
+    """Name of the initializer."""
     operator: str
     node: str
     output: str
@@ -149,7 +149,7 @@ class WeightFacts:
     elements: int
     zeros: int
     two_of_four: bool
-    """True where no four neighbours along the axis that is summed over have more than two that are not zero."""
+    """True where no four neighbors along the axis that is summed over have more than two that are not zero."""
 
 
 @dataclass(frozen=True)

@@ -5,7 +5,7 @@ with sparse tensor cores, an unstructured one only compresses better.
 
 Sparse tensor cores skip zeros along the dimension that a product sums over: input channels of a Conv, for each place in
 its kernel, and K of Gemm and MatMul. TensorRT's test (developer guide, "Structured Sparsity") and NVIDIA's ASP (apex,
-``contrib/sparsity``) take the same. A weight is followed through casts and transpositions to the initialiser.
+``contrib/sparsity``) take the same. A weight is followed through casts and transpositions to the initializer.
 """
 
 import difflib
@@ -77,7 +77,7 @@ _BINS = 1 << _HALF_BITS
 
 
 def two_of_four(weight: Array, axis: int) -> Array:
-    """Mark the two largest magnitudes of each four neighbours along ``axis`` with True.
+    """Mark the two largest magnitudes of each four neighbors along ``axis`` with True.
 
     Of equal ones the first stay. The length of the axis is a multiple of four.
     """
@@ -86,7 +86,7 @@ def two_of_four(weight: Array, axis: int) -> Array:
     flat, out = np.ascontiguousarray(along).reshape(-1, GROUP), mask.reshape(-1, GROUP)
     for start in range(0, len(flat), _ROWS):
         magnitudes = np.abs(flat[start : start + _ROWS].astype(np.float32))
-        before = np.zeros(magnitudes.shape, np.int8)  # neighbours that come first
+        before = np.zeros(magnitudes.shape, np.int8)  # neighbors that come first
         for first, second in itertools.combinations(range(GROUP), 2):
             ahead = magnitudes[:, first] >= magnitudes[:, second]
             before[:, second] += ahead
@@ -96,7 +96,7 @@ def two_of_four(weight: Array, axis: int) -> Array:
 
 
 def holds(nonzero: Array, axis: int) -> bool:
-    """Tell whether no four neighbours along an axis have more than two that are not zero.
+    """Tell whether no four neighbors along an axis have more than two that are not zero.
 
     This is TensorRT's own test for eligible weights (developer guide, "Structured Sparsity"), which lengths that are
     no multiple of four fail.
@@ -158,13 +158,13 @@ def _bin(counts: Array, rank: int) -> tuple[int, int]:
 
 
 _LAYOUT = ("Cast", "Identity", "Transpose")
-_QUANTISED = ("DequantizeLinear", "QuantizeLinear")
+_QUANTIZED = ("DequantizeLinear", "QuantizeLinear")
 _FLOATS = ("FLOAT", "FLOAT16", "BFLOAT16")
 
 
 @dataclass
 class Candidate:
-    """An initialiser that products multiply by."""
+    """An initializer that products multiply by."""
 
     value: "ir.Value"
     axis: int
@@ -181,7 +181,7 @@ class Candidate:
 
     @property
     def names(self) -> frozenset[str]:
-        """Names that people may use: the initialiser, its nodes, their modules."""
+        """Names that people may use: the initializer, its nodes, their modules."""
         modules = (node.metadata_props.get(MODULE_KEY, "") for node in self.nodes)
         return frozenset(name for name in (self.name, *(str(node.name) for node in self.nodes), *modules) if name)
 
@@ -215,13 +215,13 @@ def find(model: "ir.Model") -> tuple[Candidate, ...]:
 
 
 def _trace(value: "ir.Value", axis: int) -> "tuple[ir.Value, int] | None":
-    """Return the initialiser behind a value and what its axis is there; None for what is computed.
+    """Return the initializer behind a value and what its axis is there; None for what is computed.
 
     The given axis counts modulo the rank: -2 is the last but one, or the only one of a vector.
     """
     while not value.is_initializer():
         node = value.producer()
-        if node is None or node.domain or node.op_type not in (*_LAYOUT, *_QUANTISED):
+        if node is None or node.domain or node.op_type not in (*_LAYOUT, *_QUANTIZED):
             return None
         source = node.inputs[0]
         if source is None:
@@ -252,7 +252,7 @@ def _others(value: "ir.Value", nodes: "set[ir.Node]") -> Iterator[str]:
     for use in value.uses():
         if use.node in nodes and use.idx == 1:
             continue
-        if use.node.op_type in (*_LAYOUT, *_QUANTISED) and use.idx == 0:
+        if use.node.op_type in (*_LAYOUT, *_QUANTIZED) and use.idx == 0:
             yield from _others(use.node.outputs[0], nodes)
         else:
             yield use.node.op_type
@@ -384,7 +384,7 @@ def _refusal(weights: Sequence[Candidate], sparsity: Sparsity, left: dict[str, s
 
 
 def _apply(value: "ir.Value", mask: Array) -> None:
-    """Zero an initialiser where it is not kept; until then one bit an element is remembered."""
+    """Zero an initializer where it is not kept; until then one bit an element is remembered."""
     given, name, bits = value.const_value, value.name, np.packbits(mask)
     assert given is not None
     shape, count = mask.shape, mask.size

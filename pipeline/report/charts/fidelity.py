@@ -97,7 +97,7 @@ def _draw_stages(cast: Cast, record: VariantRecord, each: _Stages, stages: Seque
     changed = {stage: fidelity for stage, fidelity in each.items() if stage not in judged}
     symbols = [style.symbol if fidelity.passed else "x-open" for fidelity in judged.values()]
     sizes = [style.size if fidelity.passed else 14 for fidelity in judged.values()]
-    outline = {"line": {"color": style.colour, "width": 1.5}, "opacity": 1}
+    outline = {"line": {"color": style.color, "width": 1.5}, "opacity": 1}
     line = {"marker": {**style.marker, "symbol": symbols, "size": sizes, **outline}}
     beside = {"marker": {**style.marker, "symbol": f"{style.symbol}-open"}, "mode": "markers", "showlegend": not judged}
     traces = []

@@ -44,7 +44,7 @@ def memory(cast: Cast) -> Chart:
 def _draw_parts(cast: Cast, rows: Mapping[str, MemoryRow]) -> Figure:
     named = cast.named(rows)
     shown = [rows[record.id] for record in named]
-    colours = [cast.style(record).colour for record in named]
+    colors = [cast.style(record).color for record in named]
     hover = [hover_text(mark_name(record), _describe_memory(rows[record.id])) for record in named]
     traces: list[Figure] = []
     for index, (part, shape) in enumerate(_PARTS.items()):
@@ -54,8 +54,8 @@ def _draw_parts(cast: Cast, rows: Mapping[str, MemoryRow]) -> Figure:
             bar = {"type": "bar", "orientation": "h", "name": part}
             x = [None if size is None else size / MEBIBYTE for size in sizes]
             bars = {**bar, "x": x, "y": list(range(len(sizes))), "hovertext": hover, "hoverinfo": "text"}
-            traces.append({**bars, "marker": {"color": colours, **pattern}, "showlegend": False})
-            # the legend's entry is in a colour that is no variant's
+            traces.append({**bars, "marker": {"color": colors, **pattern}, "showlegend": False})
+            # the legend's entry is in a color that is no variant's
             traces.append({**bar, "x": [None], "y": [0], "marker": {"color": NEUTRAL, **pattern}})
     peaks = [row.peak_bytes / MEBIBYTE for row in shown if row.peak_bytes is not None]
     marker = {"symbol": "line-ns", "size": 20, "color": NEUTRAL, "line": {"color": NEUTRAL, "width": 2.5}}

@@ -16,7 +16,7 @@ from enginesmith.pipeline.units import count_words
 Figure = dict[str, Any]
 """``data`` and ``layout`` as plotly.js takes them: dicts, lists, strings, numbers, booleans and None, nothing else.
 
-``layout`` has a height and no width; texts and lines take their colours from the template that the page chooses.
+``layout`` has a height and no width; texts and lines take their colors from the template that the page chooses.
 """
 
 
@@ -86,12 +86,12 @@ def hover_text(*lines: str) -> str:
     return "<br>".join(escape(part) for line in lines for part in textwrap.wrap(line, _TEXT_LINE))
 
 
-# Who is drawn how: the same colour, marker and dash for the same variant in every chart of a run.
+# Who is drawn how: the same color, marker and dash for the same variant in every chart of a run.
 
-COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7")
-"""Colours of Okabe and Ito ("Color Universal Design", 2008) with a contrast of 3 on white and on black alike."""
+COLORS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7")
+"""Colors of Okabe and Ito ("Color Universal Design", 2008) with a contrast of 3 on white and on black alike."""
 NEUTRAL = "#6E7681"
-"""Colour of the baseline, and of what belongs to no variant."""
+"""Color of the baseline, and of what belongs to no variant."""
 REST = "#9AA0A6"
 SYMBOLS = (
     *("circle", "square", "diamond", "triangle-up", "triangle-down", "pentagon"),
@@ -104,11 +104,11 @@ _IN_SENTENCES = 60
 
 @dataclass(frozen=True)
 class Style:
-    """The look of one variant, which is never told from others by colour alone."""
+    """The look of one variant, which is never told from others by color alone."""
 
     name: str
     """For legends and ticks; the winner's has a star."""
-    colour: str
+    color: str
     symbol: str
     dash: str
     winner: bool
@@ -121,12 +121,12 @@ class Style:
     @property
     def marker(self) -> Figure:
         """Markers in the notation of plotly.js."""
-        return {"color": self.colour, "symbol": self.symbol, "size": self.size}
+        return {"color": self.color, "symbol": self.symbol, "size": self.size}
 
     @property
     def line(self) -> Figure:
         """Lines in the notation of plotly.js; their width is in pixels."""
-        return {"color": self.colour, "dash": self.dash, "width": 3.5 if self.winner else 2}
+        return {"color": self.color, "dash": self.dash, "width": 3.5 if self.winner else 2}
 
 
 def short_name(record: VariantRecord) -> str:
@@ -154,9 +154,9 @@ class Cast:
         name = ("★ " if winner else "") + label(mark_name(record))
         if index is None:
             return Style(name, NEUTRAL, "x", "dot", winner)
-        colours = len(COLOURS)
-        dash = DASHES[index // colours % len(DASHES)]
-        return Style(name, COLOURS[index % colours], SYMBOLS[index % len(SYMBOLS)], dash, winner)
+        colors = len(COLORS)
+        dash = DASHES[index // colors % len(DASHES)]
+        return Style(name, COLORS[index % colors], SYMBOLS[index % len(SYMBOLS)], dash, winner)
 
     def style(self, record: VariantRecord) -> Style:
         """Look up how a record is drawn."""
@@ -277,11 +277,11 @@ def intervals(style: Style, at: Sequence[float], values: Sequence[Interval | Non
             "symmetric": False,
             "array": [ratio.high - ratio.median for _, ratio in known],
             "arrayminus": [ratio.median - ratio.low for _, ratio in known],
-            "color": style.colour,
+            "color": style.color,
             "thickness": 1.5,
             "width": 4,
         },
-        "marker": {"color": style.colour, "size": 1},
+        "marker": {"color": style.color, "size": 1},
         "hoverinfo": "skip",
         "showlegend": False,
     }

@@ -313,7 +313,7 @@ def render_profile(run: Run, drawings: Drawings) -> tuple[Block, ...]:
 # How the run's numbers were taken, in short; docs/measurement.md has all of it.
 
 _LATENCY = (
-    "Latency: the host's monotonic clock around enqueueing and synchronising, the same for eager and every engine. "
+    "Latency: the host's monotonic clock around enqueueing and synchronizing, the same for eager and every engine. "
     "Inputs are in place before, outputs are fetched after. On CUDA, events on the stream time other calls, after some "
     "blocks.",
     "All variants take turns in shuffled rounds, each in a process of its own, and the processes are restarted "

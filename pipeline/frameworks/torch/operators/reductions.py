@@ -117,8 +117,8 @@ def _lp_norm(x: Tensor, *, axis: int = -1, p: int = 2) -> Tensor:
 
 
 def _mean_variance(x: Tensor, *, axes: tuple[int, ...] = (0, 2, 3)) -> Tensor:
-    centred = x - x.mean(axes, keepdim=True)
-    return centred / centred.square().mean(axes, keepdim=True).clamp(1e-18).sqrt()
+    centered = x - x.mean(axes, keepdim=True)
+    return centered / centered.square().mean(axes, keepdim=True).clamp(1e-18).sqrt()
 
 
 def _local_response(x: Tensor, *, size: int = 1, alpha: float = 1e-4, beta: float = 0.75, bias: float = 1.0) -> Tensor:

@@ -16,8 +16,8 @@ document.documentElement.dataset.started = String(Math.round(performance.now()))
   const charts = read("chart-data");
   const dark = matchMedia("(prefers-color-scheme: dark)");
   const template = () => (dark.matches ? charts.dark : charts.light);
-  const colour = (name) => getComputedStyle(document.documentElement).getPropertyValue(name).trim();
-  const modebar = () => ({ bgcolor: "rgba(0,0,0,0)", color: colour("--muted"), activecolor: colour("--accent") });
+  const color = (name) => getComputedStyle(document.documentElement).getPropertyValue(name).trim();
+  const modebar = () => ({ bgcolor: "rgba(0,0,0,0)", color: color("--muted"), activecolor: color("--accent") });
   const config = {
     displaylogo: false,
     modeBarButtons: [["toImage"], ["zoom2d", "pan2d", "resetScale2d"]],
@@ -254,7 +254,7 @@ document.documentElement.dataset.started = String(Math.round(performance.now()))
     label.append(button);
   }
 
-  /* Print: everything open, charts in light colours and as wide as the paper */
+  /* Print: everything open, charts in light colors and as wide as the paper */
   const PAPER = 660;
   let closed = [];
   addEventListener("beforeprint", () => {

@@ -1,4 +1,4 @@
-"""Cross-layer equalisation: what it does to chains of layers, and what it leaves alone."""
+"""Cross-layer equalization: what it does to chains of layers, and what it leaves alone."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -87,9 +87,9 @@ def naive_int8(path: Path, x: Any) -> Path:
         nodes.append(one)
     del model.graph.node[:]
     model.graph.node.extend(nodes)
-    quantised = path.with_name("quantised.onnx")
-    onnx.save(model, quantised)
-    return quantised
+    quantized = path.with_name("quantized.onnx")
+    onnx.save(model, quantized)
+    return quantized
 
 
 def test_a_badly_scaled_depthwise_net_survives_int8_afterwards(tmp_path: Path) -> None:
@@ -320,7 +320,7 @@ def test_the_pass_says_what_it_did_and_gives_the_same_bytes_twice(tmp_path: Path
     assert difference(before, tmp_path / "a" / effect.file, image()) < 1e-6
 
 
-def test_what_has_nothing_to_equalise_is_passed_on(tmp_path: Path) -> None:
+def test_what_has_nothing_to_equalize_is_passed_on(tmp_path: Path) -> None:
     nodes, weights, outputs = spoiled("a residual")
     before = save_graph(tmp_path, nodes, weights, outputs, x=("n", 3, SIDE, SIDE))
     effect = applied(before, tmp_path / "a")
