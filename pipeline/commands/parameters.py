@@ -30,11 +30,6 @@ class Option(click.Option):
     heading = _OTHERS
     advanced = False
 
-    def get_help_record(self, ctx: click.Context) -> tuple[str, str] | None:
-        """Leave old names out of the help."""
-        record = super().get_help_record(ctx)
-        return record and (record[0].replace(f", {_OLD_NAMES.get(self.opts[0])}", ""), record[1])
-
 
 class Command(click.Command):
     """A command that lists its options under headings, the everyday ones first; ``--help-all`` lists all."""
@@ -168,8 +163,6 @@ def under(heading: str, *options: Callable[[Decorated], Decorated], advanced: bo
     return decorate
 
 
-_OLD_NAMES = {"--equalize": "--equalize"}
-"""Other spellings that are taken and not shown."""
 _REMOVED = {
     "--time-limit": "for all commands; of `optimize`, it also has the variants race",
     "--search-limit": "the time of all; --search-steps limits the trials",
@@ -199,9 +192,7 @@ def recipe_options(*fields: str) -> Callable[[Decorated], Decorated]:
             settings["type"] = click.Choice(row["choices"]) if row["choices"] else _TYPES[row["kind"]]
             settings["multiple"] = row["kind"] in ("list", "mapping") or row["flags"] in _JOINED
             settings["callback"] = _join_values if row["flags"] in _JOINED else None
-        decorator = option(
-            *filter(None, (row["flags"], _OLD_NAMES.get(row["flags"]))), parameter_name(row["field"]), **settings
-        )
+        decorator = option(row["flags"], parameter_name(row["field"]), **settings)
         declared.append(under(row["heading"], decorator, advanced=not row["everyday"]))
     return together(*declared)
 

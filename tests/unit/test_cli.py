@@ -38,13 +38,6 @@ def test_importing_the_command_line_loads_nothing_heavy() -> None:
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "[]\n"
 
 
-def test_an_old_spelling_is_taken_and_not_shown() -> None:
-    shown = CliRunner().invoke(cli.main, ["precision", "--help-all"]).output
-    assert "--equalize" in shown
-    assert "--equalize" not in shown
-    assert "No such option" not in CliRunner().invoke(cli.main, ["precision", "net.onnx", "--equalize"]).output
-
-
 @pytest.mark.parametrize(
     ("words", "said"),
     [
