@@ -13,6 +13,7 @@ from click.testing import CliRunner
 
 from enginesmith.cli import main
 from enginesmith.pipeline.artifact import file_digest
+from enginesmith.pipeline.system import worker
 
 
 @dataclass(frozen=True)
@@ -32,6 +33,7 @@ class Answer:
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)  # many processes are started here, and each would compile everything
 for _name, _value in {"OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE"}.items():
     os.environ.setdefault(_name, _value)  # models are small here, and other tests run beside
+worker.also_preload(["enginesmith.tests.data.warm_up:export_once"])  # of all tests of this process
 Cli = Callable[..., Answer]
 _BRIEFLY = {"--measure-time": "0.3s", "--threads": "1"}
 _UNTRIED = ("--prosecute", "0s")

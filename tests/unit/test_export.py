@@ -10,12 +10,14 @@ import onnx
 import onnxruntime
 import pytest
 import torch
+from torch.onnx._internal.exporter import _registration
 
 from enginesmith.pipeline.artifact import Artifact
 from enginesmith.pipeline.engines import simulation
 from enginesmith.pipeline.errors import ExportError
 from enginesmith.pipeline.frameworks.onnx import edit, evaluator, model_file
 from enginesmith.pipeline.passes.export import export
+from enginesmith.pipeline.passes.export.registry import keep_registry
 from enginesmith.pipeline.system.device import Device
 from exporting import exported, loaded
 
@@ -41,6 +43,21 @@ def test_export_keeps_names_dimensions_and_module_paths(tmp_path: Path, exporter
         value = torch.randn(batch, 4)
         found = evaluator.run_graph(tmp_path / effect.file, {"input": value.numpy()})
         assert evaluator.largest_difference([model.module(value)[0].detach().numpy()], found) < 1e-5
+
+
+def test_the_exporters_table_is_built_once_and_what_one_export_changes_in_it_stays_out_of_the_next(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    keep_registry()
+    first, name = _registration.ONNXRegistry.from_torchlib(18), "aten::relu"
+    entries = list(first.functions[name])
+    monkeypatch.setattr(_registration.onnxscript_apis, "get_torchlib_ops", lambda: pytest.fail("built again"))
+    keep_registry()
+    first.functions[name].clear()
+    second = _registration.ONNXRegistry.from_torchlib(18)
+    assert second.functions[name] == entries != []
+    del second.functions[name]
+    assert _registration.ONNXRegistry.from_torchlib(18).functions[name] == entries
 
 
 def test_int32_indices_of_an_export_become_int64(tmp_path: Path) -> None:

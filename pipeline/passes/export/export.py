@@ -201,8 +201,10 @@ def _export_program(loaded: "LoadedModel", _: Path, opset: int, progress: Progre
     from onnxscript.rewriter.rules.fusion import _rms_normalization
 
     from enginesmith.pipeline.passes.export.experts import divide_weights
+    from enginesmith.pipeline.passes.export.registry import keep_registry
     from enginesmith.pipeline.passes.export.translations import list_translations
 
+    keep_registry()
     progress("capturing the graph with torch.export")
     shapes = _list_dynamic_axes(loaded.signature)
     try:

@@ -1,0 +1,25 @@
+"""Keep torch.onnx's table of translations, which parses the source of 500 functions each time that it is built."""
+
+import copy
+import functools
+from typing import Any
+
+
+def keep_registry() -> None:
+    """Have ``torch.onnx.export`` build its table once in a process, and start from a copy of it each time.
+
+    It takes a second of each export, more than half of one of a small module (torch 2.13, onnxscript 0.7,
+    ``ONNXRegistry.from_torchlib``). A process that workers are forked from may build it for all of them.
+    """
+    from torch.onnx._internal.exporter import _registration
+
+    if isinstance(vars(_registration.ONNXRegistry).get("from_torchlib"), staticmethod):
+        return  # this was done before
+    build = functools.cache(_registration.ONNXRegistry.from_torchlib)
+
+    def copy_registry(*args: Any, **options: Any) -> Any:
+        registry = copy.copy(build(*args, **options))
+        registry.functions = {target: list(entries) for target, entries in registry.functions.items()}
+        return registry
+
+    _registration.ONNXRegistry.from_torchlib = staticmethod(copy_registry)  # type: ignore[method-assign, assignment]
