@@ -22,4 +22,4 @@ def keep_registry() -> None:
         registry.functions = {target: list(entries) for target, entries in registry.functions.items()}
         return registry
 
-    _registration.ONNXRegistry.from_torchlib = staticmethod(copy_registry)  # type: ignore[method-assign, assignment]
+    _registration.ONNXRegistry.from_torchlib = staticmethod(copy_registry)  # type: ignore[method-assign]
