@@ -32,9 +32,9 @@ from enginesmith.pipeline.engines.base import BuildRequest
 from enginesmith.pipeline.engines.onnxruntime.engine import OnnxRuntime
 from enginesmith.pipeline.engines.tensorrt.engine import TensorRTRTX
 from enginesmith.pipeline.errors import EnginesmithError
+from enginesmith.pipeline.frameworks.fidelity import Thresholds
 from enginesmith.pipeline.frameworks.onnx import edit, evaluator, model_file
 from enginesmith.pipeline.frameworks.samples import find_spans
-from enginesmith.pipeline.measure.fidelity import Thresholds
 from enginesmith.pipeline.measure.prosecution.judging import make_judge, measure_sensitivity
 from enginesmith.pipeline.passes.base import Pass
 from enginesmith.pipeline.passes.export.attention import DecomposeAttention

@@ -22,10 +22,10 @@ import onnxruntime
 from enginesmith.calibration.dataset import embedded
 from enginesmith.models import MODELS
 from enginesmith.pipeline.artifact import Artifact, Effect, file_digest
+from enginesmith.pipeline.frameworks.fidelity import compare, thresholds_for
 from enginesmith.pipeline.frameworks.onnx import edit, evaluator, model_file
 from enginesmith.pipeline.frameworks.source import resolve
 from enginesmith.pipeline.frameworks.torch.module import LoadedModel, LoadOptions, load
-from enginesmith.pipeline.measure.fidelity import compare, thresholds_for
 from enginesmith.pipeline.passes.export.export import Export, export_module
 from enginesmith.pipeline.passes.quantize.precision import Precision
 from enginesmith.pipeline.passes.run import run_pass

@@ -1,12 +1,21 @@
 """Rows of run.json about models: a graph's shares of work and weights by precision, and what pruning cut."""
 
 from collections.abc import Mapping
+from types import MappingProxyType
+from typing import TypeVar
 
 from pydantic import BaseModel
 
 QUANTIZED = ("int4", "fp4", "int8", "fp8")
 HALF = ("fp16", "bf16")
+Row = TypeVar("Row", bound=BaseModel)
 _SHOWN = 4
+
+
+def explain_missing(row: Row, otherwise: str, reasons: Mapping[str, str] = MappingProxyType({})) -> Row:
+    """Give a reason to every field of a row that is None and is no failure: its own, or ``otherwise``."""
+    missing = [name for name, value in row if value is None and name not in ("failure", "oom")]
+    return row.model_copy(update={"reasons": {name: reasons.get(name, otherwise) for name in missing}})
 
 
 class Coverage(BaseModel, frozen=True):

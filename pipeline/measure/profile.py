@@ -16,7 +16,8 @@ from pydantic import BaseModel
 from enginesmith.pipeline.engines.base import Candidate
 from enginesmith.pipeline.engines.profiling import BETWEEN, NODE, OperatorTime, Profiled, ProfileRequest
 from enginesmith.pipeline.errors import EnginesmithError, MissingCapability
-from enginesmith.pipeline.measure.rows import ROOT, Profile, ProfileRow, explain_missing
+from enginesmith.pipeline.frameworks.records import explain_missing
+from enginesmith.pipeline.measure.rows import ROOT, Profile, ProfileRow
 from enginesmith.pipeline.system.worker import Progress, run
 from enginesmith.pipeline.tensors import Feeds
 from enginesmith.pipeline.units import name_some

@@ -18,10 +18,10 @@ from pydantic import BaseModel
 from enginesmith.calibration import user_code
 from enginesmith.calibration.dataset import Labels, count_rows, describe_arrays, describe_labels, find_missing_labels
 from enginesmith.pipeline.errors import DataError, EnginesmithError, SampleError
+from enginesmith.pipeline.frameworks.records import explain_missing
 from enginesmith.pipeline.measure.metrics import classes, texts
 from enginesmith.pipeline.measure.metrics.own_metric import LABELS_DOUBT, OwnMetric
 from enginesmith.pipeline.measure.metrics.table import METRICS, WORD_ERRORS, explain_options, find_own, split_own
-from enginesmith.pipeline.measure.rows import explain_missing
 from enginesmith.pipeline.measure.statistics import NORMAL, Samples, count_for_width, drop_interval
 from enginesmith.pipeline.system import plugins
 from enginesmith.pipeline.tensors import Array, Feeds

@@ -4,22 +4,13 @@ Nothing here measures or imports what runs models: results and reports read thes
 What is None in a row has its reason under its name in ``reasons``.
 """
 
-from collections.abc import Mapping
-from types import MappingProxyType
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal
 
 from pydantic import BaseModel, Field
 
 from enginesmith.pipeline.measure.statistics import MOSTLY_DISTURBED, Interval
 
 SAMPLES = "samples.npz"
-Row = TypeVar("Row", bound=BaseModel)
-
-
-def explain_missing(row: Row, otherwise: str, reasons: Mapping[str, str] = MappingProxyType({})) -> Row:
-    """Give a reason to every field of a row that is None and is no failure: its own, or ``otherwise``."""
-    missing = [name for name, value in row if value is None and name not in ("failure", "oom")]
-    return row.model_copy(update={"reasons": {name: reasons.get(name, otherwise) for name in missing}})
 
 
 class OutOfMemory(BaseModel, frozen=True):

@@ -7,9 +7,9 @@ from pathlib import Path
 from enginesmith.pipeline.engines import BASELINES, baseline, engine_class, read_file, simulation, with_files
 from enginesmith.pipeline.engines.base import PORTABLE, Engine
 from enginesmith.pipeline.errors import UsageError
+from enginesmith.pipeline.frameworks.fidelity import THRESHOLDS
 from enginesmith.pipeline.frameworks.onnx import model_file
 from enginesmith.pipeline.frameworks.source import Source, resolve
-from enginesmith.pipeline.measure.fidelity import THRESHOLDS
 from enginesmith.pipeline.passes import passes_for
 from enginesmith.pipeline.passes.quantize.precisions import AS_GIVEN, KINDS, RANGES_PER_BATCH
 from enginesmith.pipeline.planning.compression import pruning_steps, train_sparse_step

@@ -17,10 +17,10 @@ from enginesmith.calibration.user_code import is_reference
 from enginesmith.pipeline.artifact import Artifact, Effect, Kind, file_digest, json_digest, relative_digests
 from enginesmith.pipeline.errors import DataError, EnginesmithError, ModelError, SampleError
 from enginesmith.pipeline.frameworks import samples
+from enginesmith.pipeline.frameworks.fidelity import compare, thresholds_for
 from enginesmith.pipeline.frameworks.onnx import edit, model_file
 from enginesmith.pipeline.frameworks.torch.file_tracking import track_files
 from enginesmith.pipeline.measure import quality
-from enginesmith.pipeline.measure.fidelity import compare, thresholds_for
 from enginesmith.pipeline.measure.memory.limits import StepMeter
 from enginesmith.pipeline.measure.metrics.table import find_own
 from enginesmith.pipeline.passes.base import Progress

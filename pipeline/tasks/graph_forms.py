@@ -18,8 +18,8 @@ from enginesmith.pipeline.artifact import Artifact, Effect, Kind, copy_folder, f
 from enginesmith.pipeline.engines import simulation
 from enginesmith.pipeline.errors import ModelError
 from enginesmith.pipeline.frameworks import samples
+from enginesmith.pipeline.frameworks.fidelity import find_parts, measure_losses
 from enginesmith.pipeline.frameworks.onnx import coverage, edit, evaluator, ir, model_file
-from enginesmith.pipeline.measure.fidelity import find_parts, measure_losses
 from enginesmith.pipeline.passes.base import Pass, PrecisionPass, Progress, Records
 from enginesmith.pipeline.passes.quantize import layers, layerwise_error, precision
 from enginesmith.pipeline.passes.quantize.activation_capture import ActivationCapture, open_activation_capture

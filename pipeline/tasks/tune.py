@@ -15,7 +15,7 @@ from pydantic import Field, SerializeAsAny
 from enginesmith.pipeline.artifact import Effect, Kind, copy_folder
 from enginesmith.pipeline.engines.base import TUNING, Candidate, Engine
 from enginesmith.pipeline.frameworks import samples
-from enginesmith.pipeline.measure.fidelity import compare_calls, find_thresholds
+from enginesmith.pipeline.frameworks.fidelity import compare_calls, find_thresholds
 from enginesmith.pipeline.measure.latency.benchmark import LatencySettings
 from enginesmith.pipeline.measure.latency.rows import measure_latency
 from enginesmith.pipeline.measure.memory.peak import measure_memory

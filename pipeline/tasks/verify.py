@@ -19,11 +19,11 @@ from enginesmith.pipeline.engines.base import Engine, Session
 from enginesmith.pipeline.engines.profiling import warm_up
 from enginesmith.pipeline.errors import DataError, EnginesmithError, ModelError, SignatureError, SourceError
 from enginesmith.pipeline.frameworks import samples
+from enginesmith.pipeline.frameworks.fidelity import Fidelity, compare, compare_calls, find_thresholds, thresholds_for
 from enginesmith.pipeline.frameworks.onnx import coverage, model_file
 from enginesmith.pipeline.frameworks.records import describe_fallback, format_shares
+from enginesmith.pipeline.frameworks.rounding import UnstableNumbers
 from enginesmith.pipeline.measure import quality
-from enginesmith.pipeline.measure.fidelity import Fidelity, compare, compare_calls, find_thresholds, thresholds_for
-from enginesmith.pipeline.measure.rounding import UnstableNumbers
 from enginesmith.pipeline.measure.rows import StageFidelity
 from enginesmith.pipeline.passes.base import Progress
 from enginesmith.pipeline.system.device import Device

@@ -28,7 +28,7 @@ from enginesmith.pipeline.engines.base import Candidate, Session
 from enginesmith.pipeline.errors import FidelityError, ModelError, ShapeError, SignatureError, UsageError
 from enginesmith.pipeline.execution.settings import Settings
 from enginesmith.pipeline.frameworks import samples
-from enginesmith.pipeline.measure.fidelity import Fidelity, Thresholds, compare
+from enginesmith.pipeline.frameworks.fidelity import Fidelity, Thresholds, compare
 from enginesmith.pipeline.planning import planner
 from enginesmith.pipeline.planning.plan import LOAD
 from enginesmith.pipeline.planning.variants import resolve_recipe

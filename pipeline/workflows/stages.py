@@ -19,10 +19,10 @@ from enginesmith.pipeline.execution.events import Event, Outcome, Outcomes
 from enginesmith.pipeline.execution.merge import assign_step_machines
 from enginesmith.pipeline.execution.scheduler import Runner
 from enginesmith.pipeline.execution.settings import Settings
+from enginesmith.pipeline.frameworks.fidelity import THRESHOLDS
 from enginesmith.pipeline.frameworks.onnx import edit, ir, model_file
 from enginesmith.pipeline.frameworks.records import PruningFacts
 from enginesmith.pipeline.frameworks.source import SAVED, Source
-from enginesmith.pipeline.measure.fidelity import THRESHOLDS
 from enginesmith.pipeline.measure.rows import StageFidelity
 from enginesmith.pipeline.passes.quantize.precisions import AS_GIVEN
 from enginesmith.pipeline.planning import single_stages as plans

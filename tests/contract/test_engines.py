@@ -20,10 +20,10 @@ from enginesmith.pipeline.engines.base import BuildRequest, Candidate, Engine, S
 from enginesmith.pipeline.engines.tensorrt.engine import TensorRT
 from enginesmith.pipeline.engines.tensorrt.options import BuildOptions
 from enginesmith.pipeline.errors import MissingCapability, SignatureError, UsageError
+from enginesmith.pipeline.frameworks.fidelity import thresholds_for
 from enginesmith.pipeline.frameworks.source import resolve
 from enginesmith.pipeline.frameworks.torch import module as torch_model
 from enginesmith.pipeline.frameworks.torch import saved
-from enginesmith.pipeline.measure.fidelity import thresholds_for
 from enginesmith.pipeline.measure.latency.timer import serve_session
 from enginesmith.pipeline.system.device import Device
 from enginesmith.pipeline.system.worker import Worker

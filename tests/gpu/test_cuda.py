@@ -16,10 +16,10 @@ from enginesmith.pipeline.engines import engine_class
 from enginesmith.pipeline.engines.base import Engine, Session
 from enginesmith.pipeline.engines.torch.eager import Compiled, Eager
 from enginesmith.pipeline.errors import ModelError, UsageError
+from enginesmith.pipeline.frameworks.fidelity import compare, thresholds_for
 from enginesmith.pipeline.frameworks.source import resolve
 from enginesmith.pipeline.frameworks.torch import module
 from enginesmith.pipeline.frameworks.torch import saved as saved_module
-from enginesmith.pipeline.measure.fidelity import compare, thresholds_for
 from enginesmith.pipeline.measure.latency.timer import serve_session
 from enginesmith.pipeline.recipe import make
 from enginesmith.pipeline.system.device import Device

@@ -23,8 +23,8 @@ from enginesmith.pipeline.engines.tensorrt.engine import TensorRT
 from enginesmith.pipeline.engines.tensorrt.options import BuildOptions
 from enginesmith.pipeline.errors import EnginesmithError, MissingCapability, ModelError, UsageError
 from enginesmith.pipeline.frameworks import samples
-from enginesmith.pipeline.measure.fidelity import compare, thresholds_for
-from enginesmith.pipeline.measure.row_sets import find_tables
+from enginesmith.pipeline.frameworks.fidelity import compare, thresholds_for
+from enginesmith.pipeline.frameworks.row_sets import find_tables
 from enginesmith.pipeline.measure.rows import RaceRow
 from enginesmith.pipeline.results import remeasure
 from enginesmith.pipeline.results import run as runs

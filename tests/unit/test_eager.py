@@ -23,9 +23,9 @@ from enginesmith.pipeline.engines.torch import eager
 from enginesmith.pipeline.engines.torch.eager import Compiled, Eager
 from enginesmith.pipeline.engines.torch.session import EagerSession, GraphedSession, _translate_error
 from enginesmith.pipeline.errors import MissingCapability, ModelError, StepOutOfMemory, UsageError
+from enginesmith.pipeline.frameworks.fidelity import thresholds_for
 from enginesmith.pipeline.frameworks.source import resolve
 from enginesmith.pipeline.frameworks.torch import module, saved
-from enginesmith.pipeline.measure.fidelity import thresholds_for
 from enginesmith.pipeline.system.device import Availability, Device
 from enginesmith.pipeline.system.nvidia import CudaDevice
 from enginesmith.pipeline.tasks.verify import run_once

@@ -12,7 +12,7 @@ from enginesmith.pipeline.artifact import Artifact
 from enginesmith.pipeline.engines import baseline, simulation
 from enginesmith.pipeline.engines.base import Session
 from enginesmith.pipeline.frameworks.onnx import model_file
-from enginesmith.pipeline.measure.rounding import FINE, find_unstable
+from enginesmith.pipeline.frameworks.rounding import FINE, find_unstable
 from enginesmith.pipeline.system.device import Device
 from graphs import normal, parse_graph
 

@@ -16,8 +16,8 @@ from onnx import TensorProto, numpy_helper
 from enginesmith.pipeline.artifact import Artifact
 from enginesmith.pipeline.engines.onnxruntime.engine import OnnxRuntime
 from enginesmith.pipeline.errors import InvalidGraph, UsageError
+from enginesmith.pipeline.frameworks.fidelity import THRESHOLDS, compare
 from enginesmith.pipeline.frameworks.onnx import edit, model_file
-from enginesmith.pipeline.measure.fidelity import THRESHOLDS, compare
 from enginesmith.pipeline.passes.float16.convert import Lowered, lower
 from enginesmith.pipeline.passes.float16.rules import SINK, SOURCE, CastNetwork
 from enginesmith.pipeline.system.device import Device

@@ -17,9 +17,9 @@ from enginesmith.pipeline.artifact import Artifact
 from enginesmith.pipeline.engines import simulation
 from enginesmith.pipeline.errors import ModelError
 from enginesmith.pipeline.frameworks import samples
+from enginesmith.pipeline.frameworks.fidelity import measure_losses
 from enginesmith.pipeline.frameworks.onnx import edit, model_file
 from enginesmith.pipeline.frameworks.samples import Case, Samples
-from enginesmith.pipeline.measure.fidelity import measure_losses
 from enginesmith.pipeline.passes.quantize.activation_capture import open_activation_capture
 from enginesmith.pipeline.passes.quantize.layers import NothingToQuantize
 from enginesmith.pipeline.passes.quantize.layerwise_error import SWITCHES, add_switches

@@ -19,10 +19,10 @@ from enginesmith.pipeline.artifact import Artifact
 from enginesmith.pipeline.engines.base import Candidate
 from enginesmith.pipeline.engines.onnxruntime.engine import OnnxRuntime
 from enginesmith.pipeline.errors import FidelityError, ModelError, ShapeError, SignatureError, UsageError
+from enginesmith.pipeline.frameworks.fidelity import thresholds_for
 from enginesmith.pipeline.frameworks.onnx import model_file
+from enginesmith.pipeline.frameworks.rounding import FINE
 from enginesmith.pipeline.frameworks.torch.module import Replacement, describe_structure
-from enginesmith.pipeline.measure.fidelity import thresholds_for
-from enginesmith.pipeline.measure.rounding import FINE
 from enginesmith.pipeline.system.device import Device
 from enginesmith.pipeline.tensors import ShapeRange, Signature, TensorSpec
 from enginesmith.pipeline.workflows.load import LoadedModel, Stored

@@ -13,8 +13,8 @@ import packaged_runs
 from enginesmith.pipeline.artifact import file_digest
 from enginesmith.pipeline.engines.tensorrt.engine import TensorRTRTX
 from enginesmith.pipeline.errors import ModelError, StoreError, UsageError
+from enginesmith.pipeline.frameworks.rounding import FINE
 from enginesmith.pipeline.frameworks.samples import Vector, save_vector
-from enginesmith.pipeline.measure.rounding import FINE
 from enginesmith.pipeline.measure.rows import LatencyRow
 from enginesmith.pipeline.measure.statistics import Interval
 from enginesmith.pipeline.results import remeasure

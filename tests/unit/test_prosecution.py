@@ -14,8 +14,8 @@ from onnx import TensorProto, helper, numpy_helper
 from enginesmith.pipeline.artifact import Artifact
 from enginesmith.pipeline.engines import engine_class
 from enginesmith.pipeline.errors import ModelError
+from enginesmith.pipeline.frameworks.fidelity import OutputFidelity
 from enginesmith.pipeline.frameworks.onnx import edit
-from enginesmith.pipeline.measure.fidelity import OutputFidelity
 from enginesmith.pipeline.measure.prosecution import judging, reduction
 from enginesmith.pipeline.measure.prosecution.inputs import InputSpace, generate
 from enginesmith.pipeline.measure.prosecution.judging import OWN_GRAPH, make_judge, measure_sensitivity

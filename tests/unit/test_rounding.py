@@ -9,9 +9,9 @@ import torch
 from torch import nn
 
 from enginesmith.pipeline.engines.torch.session import EagerSession
+from enginesmith.pipeline.frameworks.fidelity import compare, compare_calls, thresholds_for
+from enginesmith.pipeline.frameworks.rounding import COARSE, FINE, UnstableNumbers, find_unstable, measure_movement
 from enginesmith.pipeline.frameworks.torch import rounding
-from enginesmith.pipeline.measure.fidelity import compare, compare_calls, thresholds_for
-from enginesmith.pipeline.measure.rounding import COARSE, FINE, UnstableNumbers, find_unstable, measure_movement
 from enginesmith.pipeline.system.device import Device
 from enginesmith.pipeline.tensors import Array, Feeds, Signature, TensorSpec
 

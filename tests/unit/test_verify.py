@@ -11,9 +11,9 @@ from enginesmith.pipeline.artifact import Artifact
 from enginesmith.pipeline.engines.onnxruntime.engine import OnnxRuntime
 from enginesmith.pipeline.engines.onnxruntime.session import OnnxRuntimeSession
 from enginesmith.pipeline.frameworks import samples
+from enginesmith.pipeline.frameworks.fidelity import compare, thresholds_for
+from enginesmith.pipeline.frameworks.rounding import FINE
 from enginesmith.pipeline.frameworks.samples import Case, Samples
-from enginesmith.pipeline.measure.fidelity import compare, thresholds_for
-from enginesmith.pipeline.measure.rounding import FINE
 from enginesmith.pipeline.system.device import Device
 from enginesmith.pipeline.tasks.base import read_records
 from enginesmith.pipeline.tasks.mixed_precision import Goal

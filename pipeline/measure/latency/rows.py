@@ -16,10 +16,11 @@ from numpy.typing import NDArray
 
 from enginesmith.pipeline.engines.base import Candidate
 from enginesmith.pipeline.errors import NO_TIME, EnginesmithError
+from enginesmith.pipeline.frameworks.records import explain_missing
 from enginesmith.pipeline.measure.latency.benchmark import LatencySettings, MeasuredSession
 from enginesmith.pipeline.measure.latency.groups import Group, GroupedRun
 from enginesmith.pipeline.measure.memory.limits import largest_fit, try_batch
-from enginesmith.pipeline.measure.rows import LatencyRow, Throughput, explain_missing
+from enginesmith.pipeline.measure.rows import LatencyRow, Throughput
 from enginesmith.pipeline.measure.statistics import (
     LEAST_LAUNCHES,
     LEAST_ROUNDS,

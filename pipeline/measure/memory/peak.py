@@ -19,13 +19,14 @@ from typing import Any
 
 from enginesmith.pipeline.engines.base import Candidate
 from enginesmith.pipeline.errors import EnginesmithError, MissingCapability
+from enginesmith.pipeline.frameworks.records import explain_missing
 from enginesmith.pipeline.frameworks.samples import check_feeds
 from enginesmith.pipeline.measure.memory import usage
 from enginesmith.pipeline.measure.memory.cuda import STEADY_CALLS, CudaPhases, call, measure_on_cuda
 from enginesmith.pipeline.measure.memory.deployment import ON_CPU, measure_deployment
 from enginesmith.pipeline.measure.memory.limits import explain_out_of_memory, run_limited, set_memory_limit
 from enginesmith.pipeline.measure.memory.usage import Phase, Resident, read_trimmed
-from enginesmith.pipeline.measure.rows import Lens, MemoryRow, OutOfMemory, explain_missing
+from enginesmith.pipeline.measure.rows import Lens, MemoryRow, OutOfMemory
 from enginesmith.pipeline.system.worker import Progress
 from enginesmith.pipeline.tensors import Feeds
 

@@ -14,9 +14,9 @@ import numpy as np
 
 from enginesmith.pipeline.errors import FidelityError
 from enginesmith.pipeline.frameworks import samples
-from enginesmith.pipeline.measure.fidelity import OutputFidelity, Thresholds, compare, compare_calls, thresholds_for
-from enginesmith.pipeline.measure.rounding import COARSE, find_farthest
-from enginesmith.pipeline.measure.row_sets import count_rows
+from enginesmith.pipeline.frameworks.fidelity import OutputFidelity, Thresholds, compare, compare_calls, thresholds_for
+from enginesmith.pipeline.frameworks.rounding import COARSE, find_farthest
+from enginesmith.pipeline.frameworks.row_sets import count_rows
 from enginesmith.pipeline.tensors import Array, Feeds, Signature, find_fill, find_infinite
 from enginesmith.pipeline.units import format_share
 

@@ -19,6 +19,13 @@ from pydantic import BaseModel
 
 from enginesmith.pipeline.errors import EnginesmithError
 from enginesmith.pipeline.frameworks import samples
+from enginesmith.pipeline.frameworks.rounding import (
+    Perturb,
+    find_unstable,
+    measure_movement,
+    round_otherwise,
+    take_as_right,
+)
 from enginesmith.pipeline.measure.prosecution.inputs import OUTLIER, Attempt, InputSpace, generate
 from enginesmith.pipeline.measure.prosecution.judging import (
     EXACT,
@@ -28,13 +35,6 @@ from enginesmith.pipeline.measure.prosecution.judging import (
     make_judge,
     measure_sensitivity,
     take_row,
-)
-from enginesmith.pipeline.measure.rounding import (
-    Perturb,
-    find_unstable,
-    measure_movement,
-    round_otherwise,
-    take_as_right,
 )
 from enginesmith.pipeline.tensors import Array, Feeds, Signature, format_sizes
 

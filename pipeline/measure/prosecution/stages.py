@@ -11,6 +11,7 @@ from enginesmith.pipeline.engines.base import BuildRequest, Engine
 from enginesmith.pipeline.errors import EnginesmithError
 from enginesmith.pipeline.frameworks import samples
 from enginesmith.pipeline.frameworks.onnx import model_file
+from enginesmith.pipeline.frameworks.rounding import Perturb
 from enginesmith.pipeline.measure.prosecution import reduction
 from enginesmith.pipeline.measure.prosecution.judging import (
     EXACT,
@@ -20,7 +21,6 @@ from enginesmith.pipeline.measure.prosecution.judging import (
     make_judge,
     measure_sensitivity,
 )
-from enginesmith.pipeline.measure.rounding import Perturb
 from enginesmith.pipeline.system.device import Device
 from enginesmith.pipeline.tensors import Array, Feeds, Signature, TensorSpec
 from enginesmith.pipeline.units import AddedOption

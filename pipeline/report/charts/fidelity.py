@@ -3,7 +3,7 @@
 import re
 from collections.abc import Mapping, Sequence
 
-from enginesmith.pipeline.measure.fidelity import THRESHOLDS
+from enginesmith.pipeline.frameworks.fidelity import THRESHOLDS
 from enginesmith.pipeline.measure.rows import StageFidelity
 from enginesmith.pipeline.report.charts.plotly import (
     Cast,

@@ -11,8 +11,8 @@ from enginesmith.pipeline.engines import engine_class
 from enginesmith.pipeline.engines.base import Engine
 from enginesmith.pipeline.engines.options import DEFAULT_ENGINES
 from enginesmith.pipeline.errors import ModelError, UsageError
+from enginesmith.pipeline.frameworks.fidelity import Thresholds, find_thresholds
 from enginesmith.pipeline.frameworks.onnx import model_file
-from enginesmith.pipeline.measure.fidelity import Thresholds, find_thresholds
 from enginesmith.pipeline.measure.statistics import TOO_NOISY
 from enginesmith.pipeline.passes.quantize.precisions import KINDS, RANGES_PER_BATCH
 from enginesmith.pipeline.planning.plan import REFERENCE

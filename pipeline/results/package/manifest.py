@@ -7,7 +7,7 @@ from pydantic import BaseModel, Field
 
 from enginesmith.pipeline.artifact import HistoryEntry, file_digest, files_below
 from enginesmith.pipeline.errors import ModelError, UsageError
-from enginesmith.pipeline.measure.fidelity import Thresholds
+from enginesmith.pipeline.frameworks.fidelity import Thresholds
 from enginesmith.pipeline.results import documents
 from enginesmith.pipeline.tensors import ShapeRange, Signature
 

@@ -16,7 +16,7 @@ from enginesmith.pipeline.engines.base import Candidate, Engine
 from enginesmith.pipeline.engines.infer import DIFFERENT, UNABLE
 from enginesmith.pipeline.errors import MissingCapability, ModelError, UsageError, require_utf8
 from enginesmith.pipeline.frameworks import samples
-from enginesmith.pipeline.measure.fidelity import Fidelity, compare
+from enginesmith.pipeline.frameworks.fidelity import Fidelity, compare
 from enginesmith.pipeline.measure.rows import StageFidelity
 from enginesmith.pipeline.results.package import manifest as manifests
 from enginesmith.pipeline.results.package.manifest import Manifest

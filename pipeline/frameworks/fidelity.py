@@ -13,9 +13,9 @@ import numpy as np
 from pydantic import BaseModel
 
 from enginesmith.pipeline.errors import FidelityError, UsageError
-from enginesmith.pipeline.measure.rounding import COARSE, FINE, take_as_right
-from enginesmith.pipeline.measure.row_sets import MIN_SHARE, Table, are_row_counts, find_tables, pair_rows
-from enginesmith.pipeline.measure.rows import explain_missing
+from enginesmith.pipeline.frameworks.records import explain_missing
+from enginesmith.pipeline.frameworks.rounding import COARSE, FINE, take_as_right
+from enginesmith.pipeline.frameworks.row_sets import MIN_SHARE, Table, are_row_counts, find_tables, pair_rows
 from enginesmith.pipeline.tensors import Array, Feeds, Signature, find_fill
 
 SQNR_CAP_DB = 200.0
