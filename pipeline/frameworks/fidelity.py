@@ -17,6 +17,7 @@ from enginesmith.pipeline.frameworks.records import explain_missing
 from enginesmith.pipeline.frameworks.rounding import COARSE, FINE, take_as_right
 from enginesmith.pipeline.frameworks.row_sets import MIN_SHARE, Table, are_row_counts, find_tables, pair_rows
 from enginesmith.pipeline.tensors import Array, Feeds, Signature, find_fill
+from enginesmith.pipeline.units import format_share
 
 SQNR_CAP_DB = 200.0
 _CHUNK = 1 << 20
@@ -218,6 +219,25 @@ def compare_calls(
             reasons[field] = "; ".join(why) if outputs else "there are no outputs"
     finite, passed = (all(getattr(output, field) for output in outputs) for field in ("finite", "passed"))
     return Fidelity(**worst, finite=finite, passed=passed, outputs=tuple(outputs), reasons=reasons)
+
+
+def describe_failure(fidelity: Fidelity) -> str:
+    """Describe the first output that is too far from the reference."""
+    worst = next(output for output in fidelity.outputs if not output.passed)
+    if not worst.finite:
+        return f"output {worst.name!r} has NaN or Inf where the reference has none"
+    name = f"{worst.part} of output {worst.name!r}" if worst.part else f"output {worst.name!r}"
+    if worst.paired is not None and worst.paired < 1:
+        return f"{100 * worst.paired:.1f} % of the rows in output {worst.name!r} have a partner in the reference"
+    if worst.agreement is not None:
+        return f"output {worst.name!r} agrees in {100 * worst.agreement:.2f} % of its elements"
+    error = f"max abs error {worst.max_abs_error:.3g}"
+    if worst.max_error_of_range:
+        error += f" ({format_share(worst.max_error_of_range)} of the range of the answers)"
+    verb = "have" if worst.part.startswith(("columns", "the")) else "has"
+    if worst.sqnr_db is None:  # there is no signal that the error could be compared with
+        return f"{name} {verb} other numbers than 0, which it is throughout in the reference: {error}"
+    return f"{name} {verb} an SQNR of {worst.sqnr_db:.1f} dB, {error}"
 
 
 def _check_table(table: Table, reference: Feeds, actual: Feeds) -> None:

@@ -20,7 +20,7 @@ from enginesmith.pipeline.artifact import Artifact, Effect, Kind
 from enginesmith.pipeline.engines.base import BuildRequest, Engine, Session
 from enginesmith.pipeline.errors import MissingCapability, ModelError, UsageError
 from enginesmith.pipeline.frameworks import samples
-from enginesmith.pipeline.frameworks.fidelity import Fidelity, compare_calls, thresholds_for
+from enginesmith.pipeline.frameworks.fidelity import Fidelity, compare_calls, describe_failure, thresholds_for
 from enginesmith.pipeline.frameworks.onnx import evaluator, model_file
 from enginesmith.pipeline.measure.quality import Quality as Judged
 from enginesmith.pipeline.passes.base import PrecisionPass, Progress
@@ -54,7 +54,6 @@ from enginesmith.pipeline.tasks.graph_forms import MODEL, REFERENCE, find_form, 
 from enginesmith.pipeline.tasks.load import read_ranges
 from enginesmith.pipeline.tasks.measure import measure_beside, this_machine
 from enginesmith.pipeline.tasks.quality import BASELINE, Quality
-from enginesmith.pipeline.tasks.verify import describe_failure
 from enginesmith.pipeline.units import format_metric
 
 FLOAT, BEFORE = "float", "before"

@@ -28,7 +28,7 @@ from enginesmith.pipeline.engines.base import Candidate, Session
 from enginesmith.pipeline.errors import FidelityError, ModelError, ShapeError, SignatureError, UsageError
 from enginesmith.pipeline.execution.settings import Settings
 from enginesmith.pipeline.frameworks import samples
-from enginesmith.pipeline.frameworks.fidelity import Fidelity, Thresholds, compare
+from enginesmith.pipeline.frameworks.fidelity import Fidelity, Thresholds, compare, describe_failure
 from enginesmith.pipeline.planning import planner
 from enginesmith.pipeline.planning.plan import LOAD
 from enginesmith.pipeline.planning.variants import resolve_recipe
@@ -37,7 +37,6 @@ from enginesmith.pipeline.results.differences import ModelIdentity
 from enginesmith.pipeline.results.package import describe, verify
 from enginesmith.pipeline.results.package import manifest as manifests
 from enginesmith.pipeline.system.device import Device
-from enginesmith.pipeline.tasks.verify import describe_failure
 from enginesmith.pipeline.tensors import Array, Feeds, ShapeRange, check_indices, read_sizes
 from enginesmith.pipeline.workflows.run_directory import work_where_begun
 from enginesmith.pipeline.workflows.stages import run_steps

@@ -92,6 +92,7 @@ def try_steps(
 
 
 _EVERYWHERE = "most engines take this graph; --engine {} makes one that is much faster there, and only there"
+_LOOK = "look at what the model does that the graph does not"
 
 
 class StageResult(BaseModel, frozen=True):
@@ -256,7 +257,9 @@ def _to_file(
     if failed := next((entry for entry in fidelity if not entry.passed), None):
         message = f"the result differs from the original at {failed.point}: {failed.reason}"
         if recipe.min_sqnr_db is None:
-            raise FidelityError(message, "nothing was written; look at what the model does that the graph does not")
+            is_right_elsewhere = stage == plans.EXPORT and any(entry.passed for entry in fidelity)
+            advice = _advise_sizes(stage_artifact) if is_right_elsewhere else _LOOK
+            raise FidelityError(message, f"nothing was written; {advice}")
         message += f", and {recipe.min_sqnr_db:g} dB are asked for"
         raise FidelityError(message, "nothing was written; change less, or ask for less: --min-sqnr")
     for step in steps:
@@ -271,6 +274,12 @@ def _to_file(
     entries = stage_artifact.history[-count:]
     summary = f"wrote {' and '.join(files)}: {'; '.join(entry.effect for entry in entries)}{notes}"
     return StageResult(summary=summary, files=tuple(files), history=stage_artifact.history, fidelity=fidelity)
+
+
+def _advise_sizes(graph: Artifact) -> str:
+    """Advise on a graph that is right at some sizes alone, with what its export noted about them."""
+    advice = "limit the sizes with --shape to those at which it is right, or take the other exporter with --exporter"
+    return "; ".join((advice, *graph.history[-1].notes))
 
 
 def _check_output(source: Source, output: Path) -> None:

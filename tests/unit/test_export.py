@@ -14,9 +14,9 @@ from torch.onnx._internal.exporter import _registration
 
 from enginesmith.pipeline.artifact import Artifact
 from enginesmith.pipeline.engines import simulation
-from enginesmith.pipeline.errors import ExportError
+from enginesmith.pipeline.errors import ExportError, ModelError
 from enginesmith.pipeline.frameworks.onnx import edit, evaluator, model_file
-from enginesmith.pipeline.passes.export import export
+from enginesmith.pipeline.passes.export import agreement, export
 from enginesmith.pipeline.passes.export.registry import keep_registry
 from enginesmith.pipeline.system.device import Device
 from exporting import exported, loaded
@@ -477,3 +477,95 @@ def test_a_mask_may_be_as_long_as_two_inputs_together(tmp_path: Path, exporter: 
             named = dict(zip(dims, (value.numpy() for value in feeds), strict=True))
             answers = evaluator.run_graph(tmp_path / edit.FILE, named)
         assert evaluator.largest_difference(expected, answers) < 1e-5
+
+
+class Pieces(torch.nn.Module):
+    """Normalize the batch in pieces, as TabNet does."""
+
+    def __init__(self, size: int) -> None:
+        super().__init__()
+        self.norm, self.size = torch.nn.BatchNorm1d(3), size
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        pieces = x.split(self.size) if self.size else x.chunk(int(np.ceil(x.shape[0] / 128)), 0)
+        return torch.cat([self.norm(piece) for piece in pieces])
+
+
+def test_a_batch_that_is_cut_into_pieces_is_exported(tmp_path: Path) -> None:
+    """Their size is a size of the input: onnxscript's optimizer fails where it is to make Split of that."""
+    model = loaded(Pieces(0), {"x": torch.randn(4, 3)}, {"x": ("batch", 3)}, ["y:float32:batch,3"])
+    assert exported(tmp_path, model, exporter="dynamo").notes == ()
+    assert "Slice" in model_file.summary(tmp_path / edit.FILE).operators
+    for batch in (1, 8, 130, 300):
+        x = torch.randn(batch, 3)
+        answer = evaluator.run_graph(tmp_path / edit.FILE, {"x": x.numpy()})
+        np.testing.assert_allclose(answer[0], model.module(x)[0].detach().numpy(), atol=1e-6)
+
+
+def test_a_size_far_from_the_examples_from_which_on_pieces_are_lacking_is_named(tmp_path: Path) -> None:
+    model = loaded(Pieces(128), {"x": torch.randn(8, 3)}, {"x": ("batch", 3)}, ["y:float32:batch,3"])
+    (note,) = exported(tmp_path, model, exporter="dynamo").notes
+    guard = "((127 + batch) // 128) == 1"
+    assert note.startswith(f"the graph is captured where {guard}: with batch = 129, PyTorch's own program fails")
+    for batch in (1, 128):
+        x = torch.randn(batch, 3)
+        answer = evaluator.run_graph(tmp_path / edit.FILE, {"x": x.numpy()})
+        np.testing.assert_allclose(answer[0], model.module(x)[0].detach().numpy(), atol=1e-6)
+
+
+def test_a_graph_that_onnxscript_cannot_optimize_is_left_to_the_other_exporter(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(model: Any) -> None:
+        raise RuntimeError("an error of the optimizer") from AttributeError("no ndim")
+
+    monkeypatch.setattr(export, "optimize_graph", fail)
+    effect = exported(tmp_path, affine())
+    assert "TorchScript" in effect.summary
+    assert "onnxscript cannot optimize the exported graph: AttributeError: no ndim" in effect.notes[0]
+    with pytest.raises(ExportError, match="no ndim") as error:
+        exported(tmp_path, affine(), exporter="dynamo")
+    assert "--exporter" in error.value.remedy
+
+
+class Detector(torch.nn.Module):
+    """Keep four of six boxes, those of the best scores, which are all equal for an image of zeros."""
+
+    def forward(self, image: torch.Tensor) -> Any:
+        scores = 0.3 * (image.sum() * torch.arange(1, 7) / 6).exp()
+        places = scores.topk(4).indices
+        return torch.arange(24.0).reshape(6, 4)[places] ** 2, scores[places]
+
+
+@pytest.mark.parametrize(
+    ("level", "places", "fault"),
+    [(1.0, [5, 4, 3, 2], ""), (1.0, [4, 5, 2, 3], ""), (1.0, [5, 4, 3, 1], "wrong"), (0.0, [0, 1, 4, 5], "")],
+)
+def test_boxes_are_compared_as_sets_but_where_rounding_decides_which_are_kept(
+    level: float, places: list[int], fault: str
+) -> None:
+    model = loaded(Detector(), {"image": torch.ones(2)}, {"image": (2,)}, ["box:float32:4,4", "score:float32:4"])
+
+    def answer(feeds: Any) -> list[Any]:
+        scores = 0.3 * np.exp(feeds["image"].sum() * np.arange(1, 7, dtype=np.float32) / 6)
+        return [np.arange(24, dtype=np.float32).reshape(6, 4)[places] ** 2, scores[places].astype(np.float32)]
+
+    feeds = {"image": torch.full((2,), level)}
+    assert agreement.find_fault(model, feeds, answer, {"box": "rows", "score": "rows"}) == fault
+    in_order = agreement.find_fault(model, feeds, answer, {})
+    assert in_order == ("wrong" if level and places != [5, 4, 3, 2] else "")
+
+
+def test_feeds_that_the_module_does_not_take_are_no_fault_of_a_graph() -> None:
+    class Picky(torch.nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            if x.shape[0] == 3:
+                raise ValueError("not three")
+            return x
+
+    def fail(feeds: Any) -> Any:
+        raise ModelError("the graph does not take it")
+
+    model = loaded(Picky(), {"x": torch.ones(2)}, {"x": ("batch",)}, ["y:float32:batch"])
+    assert agreement.find_fault(model, {"x": torch.ones(3)}, fail, {}) == ""
+    assert agreement.find_fault(model, {"x": torch.ones(2)}, fail, {}) == "fails"

@@ -7,12 +7,11 @@ import numpy as np
 import pytest
 
 from enginesmith.pipeline.errors import DataError, FidelityError, UsageError
-from enginesmith.pipeline.frameworks.fidelity import SQNR_CAP_DB, Fidelity, compare, thresholds_for
+from enginesmith.pipeline.frameworks.fidelity import SQNR_CAP_DB, Fidelity, compare, describe_failure, thresholds_for
 from enginesmith.pipeline.measure.quality import MetricError, Quality, evaluate, explain_few_samples, find_metric
 from enginesmith.pipeline.measure.rows import StageFidelity
 from enginesmith.pipeline.measure.statistics import count_for_width, drop_interval
 from enginesmith.pipeline.recipe import make
-from enginesmith.pipeline.tasks.verify import describe_failure
 from enginesmith.pipeline.tensors import Array, find_fill
 from enginesmith.pipeline.workflows.stages import _describe_closeness
 

@@ -9,11 +9,10 @@ import pytest
 from onnx import TensorProto, helper
 
 from enginesmith.pipeline.errors import FidelityError
-from enginesmith.pipeline.frameworks.fidelity import Fidelity, compare, compare_calls, thresholds_for
+from enginesmith.pipeline.frameworks.fidelity import Fidelity, compare, compare_calls, describe_failure, thresholds_for
 from enginesmith.pipeline.frameworks.onnx import model_file
 from enginesmith.pipeline.frameworks.onnx.model_file import find_unordered
 from enginesmith.pipeline.frameworks.rounding import FINE
-from enginesmith.pipeline.tasks.verify import describe_failure
 from enginesmith.pipeline.tensors import Array, Signature, TensorSpec
 
 RNG = np.random.default_rng(0)

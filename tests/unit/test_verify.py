@@ -11,14 +11,14 @@ from enginesmith.pipeline.artifact import Artifact
 from enginesmith.pipeline.engines.onnxruntime.engine import OnnxRuntime
 from enginesmith.pipeline.engines.onnxruntime.session import OnnxRuntimeSession
 from enginesmith.pipeline.frameworks import samples
-from enginesmith.pipeline.frameworks.fidelity import compare, thresholds_for
+from enginesmith.pipeline.frameworks.fidelity import compare, describe_failure, thresholds_for
 from enginesmith.pipeline.frameworks.rounding import FINE
 from enginesmith.pipeline.frameworks.samples import Case, Samples
 from enginesmith.pipeline.system.device import Device
 from enginesmith.pipeline.tasks.base import read_records
 from enginesmith.pipeline.tasks.mixed_precision import Goal
 from enginesmith.pipeline.tasks.tune import ENGINE, Tune
-from enginesmith.pipeline.tasks.verify import Answers, Sample, Verify, _put_telling_first, describe_failure
+from enginesmith.pipeline.tasks.verify import Answers, Sample, Verify, _put_telling_first
 from enginesmith.pipeline.tensors import Feeds, Signature, TensorSpec
 from graphs import save_operator
 

@@ -9,7 +9,6 @@ import contextlib
 import gc
 import re
 import statistics
-import sys
 import threading
 import weakref
 from collections.abc import Callable, Iterator, Sequence
@@ -33,7 +32,7 @@ from enginesmith.pipeline.engines.profiling import (
 )
 from enginesmith.pipeline.errors import EnginesmithError, ModelError, UsageError
 from enginesmith.pipeline.frameworks.torch import file_tracking
-from enginesmith.pipeline.frameworks.torch.rounding import Perturbed
+from enginesmith.pipeline.frameworks.torch.rounding import answer_perturbed
 from enginesmith.pipeline.system.device import Device
 from enginesmith.pipeline.system.oom import out_of_memory, says_out_of_memory
 from enginesmith.pipeline.tensors import Array, Feeds, Signature
@@ -169,16 +168,11 @@ class EagerSession(Session):
     def perturb(self, feeds: Feeds, step: float, seed: int) -> dict[str, Array]:
         if not isinstance(self.forward, torch.nn.Module):
             return {}
-        try:
-            with self._use_stream(), self._inference_mode():
-                inputs = self.bind(feeds)
-                with Perturbed(step, seed, self._device):
-                    outputs = zip(self.signature.outputs, self.forward(*inputs), strict=True)
-                return {spec.name: value.to("cpu", getattr(torch, spec.dtype)).numpy() for spec, value in outputs}
-        except Exception:  # noqa: BLE001 - the module's own, as where sizes that it computes in floats no longer fit
-            if dynamo := sys.modules.get("torch._dynamo"):  # what it compiled of a torch.cond meanwhile fails later
-                dynamo.reset()
-            return {}
+        with self._use_stream(), self._inference_mode():
+            outputs = answer_perturbed(self.forward, self.bind(feeds), step, seed, self._device)
+            specs = self.signature.outputs if outputs else ()
+            pairs = zip(specs, outputs, strict=True)
+            return {spec.name: value.to("cpu", getattr(torch, spec.dtype)).numpy() for spec, value in pairs}
 
     def _enter_stream(self) -> None:
         if self._stream:

@@ -1,6 +1,7 @@
 """Run a module as another implementation may compute it: the results of its operations differ by some rounding."""
 
-from collections.abc import Callable, Mapping
+import sys
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -46,6 +47,23 @@ _MOST_OPERATIONS = 100_000
 _NEARER_TO_0, _LEAST_FILL = 16.0, 900.0
 _INWARDS = 4.0
 """Steps by which functions that end at 0 or 1 are moved away from there, so that changes do not lead beyond."""
+
+
+def answer_perturbed(
+    forward: Callable[..., Sequence[torch.Tensor]],
+    inputs: Sequence[torch.Tensor],
+    step: float,
+    seed: int,
+    device: str = "cpu",
+) -> Sequence[torch.Tensor]:
+    """Answer with changed operations, as :class:`Perturbed` changes them; with nothing where the module then fails."""
+    try:
+        with Perturbed(step, seed, device):
+            return forward(*inputs)
+    except Exception:  # noqa: BLE001 - the module's own, as where sizes that it computes in floats no longer fit
+        if dynamo := sys.modules.get("torch._dynamo"):  # what it compiled of a torch.cond meanwhile fails later
+            dynamo.reset()
+        return ()
 
 
 class Perturbed(TorchDispatchMode):  # type: ignore[no-untyped-call]

@@ -6,20 +6,21 @@ import re
 import tempfile
 import traceback
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self
 
 from enginesmith.pipeline.artifact import Artifact, Effect, Kind
-from enginesmith.pipeline.errors import ExportError, MissingCapability, ModelError
+from enginesmith.pipeline.errors import ExportError, MissingCapability
 from enginesmith.pipeline.frameworks.onnx import edit, evaluator, ir, model_file
 from enginesmith.pipeline.frameworks.onnx.processing import extend
 from enginesmith.pipeline.passes.base import Pass, PrecisionRequest, Progress, Records, Stage
+from enginesmith.pipeline.passes.export.agreement import find_trace_fault, runs_at_other_sizes
 from enginesmith.pipeline.passes.export.attention import decompose_attention, raise_masks, spread_masks
 from enginesmith.pipeline.passes.export.int64 import compare_whole_numbers
+from enginesmith.pipeline.passes.export.optimizer import optimize_graph
 from enginesmith.pipeline.passes.export.sizes import COMPARISONS, find_size_limit
 from enginesmith.pipeline.passes.opset import convert_opset
-from enginesmith.pipeline.passes.simplify import require_exact_constants
 from enginesmith.pipeline.tensors import is_sum, join_sum
 from enginesmith.pipeline.units import AddedOption
 
@@ -112,7 +113,7 @@ def _capture(
     exporters = {"dynamo": ("torch.export", _export_program), "torchscript": ("TorchScript", _trace)}
     failures: list[ExportError] = []
     for title, make in exporters.values() if options.exporter == "auto" else [exporters[options.exporter]]:
-        if failures and isinstance(failures[0], FixedDimension) and not _runs_at_other_sizes(loaded):
+        if failures and isinstance(failures[0], FixedDimension) and not runs_at_other_sizes(loaded):
             break
         try:
             model, notes = make(loaded, out, options.opset, progress)
@@ -179,9 +180,6 @@ def _name_output_dims(value: "ir.Value", spec: "TensorSpec") -> list[int | str]:
 # What user code and exporters raise; running out of memory and interrupts are none of it.
 _FAILURES = (RuntimeError, ValueError, TypeError, AttributeError, LookupError, AssertionError, ImportError)
 _TORCHSCRIPT_NEWEST_OPSET = 20
-_NORMALIZATION_OPSET = 23  # the first one with RMSNormalization
-_INT64_INDICES = ("GatherND", "ScatterND")
-_FOLDED_INTO = ("Conv", "ConvTranspose", "Gemm")  # what a normalization is folded into
 _MIN_SIZE = 2  # an example of size 1 would let the exporter take the dimension for one that broadcasts
 
 
@@ -197,10 +195,7 @@ def _export_program(loaded: "LoadedModel", _: Path, opset: int, progress: Progre
         ExportError: any other reason; names operator and line.
     """
     import torch
-    from onnxscript import optimizer
-    from onnxscript.rewriter.rules.fusion import _rms_normalization
 
-    from enginesmith.pipeline.passes.export.experts import divide_weights
     from enginesmith.pipeline.passes.export.registry import keep_registry
     from enginesmith.pipeline.passes.export.translations import list_translations
 
@@ -225,15 +220,12 @@ def _export_program(loaded: "LoadedModel", _: Path, opset: int, progress: Progre
         raise ExportError("torch.onnx.export returned nothing")
     _check_inputs([value.shape or () for value in program.model.graph.inputs], loaded.signature)
     progress("folding constants")
-    require_exact_constants()
-    # As torch.onnx optimizes, but for its fusion into RotaryEmbedding, which holds at batch 1 only.
-    optimizer.optimize(program.model)
-    _round_folded_weights(program.model)
-    divide_weights(program.model)
-    if _widen_indices(program.model):
-        optimizer.optimize(program.model)
-    if program.model.opset_imports[""] >= _NORMALIZATION_OPSET:
-        _rms_normalization.fuse_rms_normalization(program.model)
+    try:
+        optimize_graph(program.model)
+    except _FAILURES as error:
+        root = list(_walk_chain(error))[-1]
+        reason = f"{type(root).__name__}: {root}"
+        raise ExportError(f"onnxscript cannot optimize the exported graph: {reason}", _REMEDY) from error
     if program.model.opset_imports[""] != opset:
         raise ExportError(f"the graph cannot be converted to opset {opset}", "use opset 18 or newer")
     assert program.exported_program is not None
@@ -258,35 +250,6 @@ def describe_other_sizes(program: "ExportedProgram", loaded: "LoadedModel") -> s
         sizes = {limit.fixed: loaded.dynamic_sizes[limit.fixed]}
         raise FixedDimension(f"the graph is {limit.words}", _advise_fixed(loaded.signature, sizes))
     return limit.words if limit else ""
-
-
-def _round_folded_weights(model: "ir.Model") -> None:
-    """Round weights to their node's type where a normalization was folded into them in float32, as it is into bf16."""
-    for node in ir.traversal.RecursiveGraphIterator(model.graph):
-        kind = node.outputs[0].dtype if node.op_type in _FOLDED_INTO else None
-        for weight in node.inputs[1:]:
-            if kind and weight is not None and weight.const_value is not None and weight.dtype != kind:
-                weight.const_value = ir.tensor(weight.const_value.numpy().astype(kind.numpy()), name=weight.name)
-                weight.dtype = kind
-
-
-def _widen_indices(model: "ir.Model") -> bool:
-    """Cast int32 indices to int64 where the specification has int64 only, and tell whether there were any.
-
-    Types have to be known.
-    """
-    nodes = [
-        node
-        for node in ir.traversal.RecursiveGraphIterator(model.graph)
-        if node.op_type in _INT64_INDICES and node.inputs[1] and node.inputs[1].dtype == ir.DataType.INT32
-    ]
-    for node in nodes:
-        widened = ir.node("Cast", [node.inputs[1]], {"to": ir.DataType.INT64})
-        widened.outputs[0].dtype = ir.DataType.INT64
-        assert node.graph is not None
-        node.graph.insert_before(node, widened)
-        node.replace_input_with(1, widened.outputs[0])
-    return bool(nodes)
 
 
 def capture_program(loaded: "LoadedModel") -> "ExportedProgram":
@@ -392,74 +355,31 @@ def _trace(loaded: "LoadedModel", out: Path, opset: int, progress: Progress) -> 
     return model, []
 
 
-# Tracing keeps what was a Python number, so the graph may not hold at other sizes than those of its example.
-
-_TOLERANCE = 1e-3  # of the output's range: what tracing kept by mistake is off by far more
 _log = logging.getLogger(__name__)
 
 
 def _check_trace(path: Path, loaded: "LoadedModel") -> None:
-    """Run file and module on feeds of other sizes and other values than the example's, and compare.
-
-    The sizes are one more along each dynamic dimension, twice as many, and half: one more step may make no more blocks
-    of them. The values send branches the other way: negative, large, zero.
+    """Compare file and module, at other sizes and values than the example's, too.
 
     Raises:
         FixedDimension: they differ at other sizes alone.
         ExportError: they differ otherwise.
     """
-    dynamic, example = loaded.dynamic_sizes, loaded.example.items()
-    sizes = ", ".join(f"{name} = {size}" for name, size in dynamic.items()) or "all sizes fixed"
-    change = "remove from the model's code what depends on values or turns sizes into Python numbers"
     try:
-        if not _agrees(path, loaded, loaded.example):
-            raise ExportError("the trace does not answer as the model does, even to its example", change)
-        if not all(_agrees(path, loaded, _resize(loaded, others)) for others in _list_other_sizes(dynamic)):
-            fix = f"make all sizes fixed with {_write_inputs(loaded.signature, dynamic)}"
-            raise FixedDimension(f"the trace holds only at the sizes of the example ({sizes})", f"{change}; or {fix}")
-        for factor in (-1.0, 8.0, 0.0):
-            feeds = {name: value * factor if value.is_floating_point() else value for name, value in example}
-            if not _agrees(path, loaded, feeds):
-                raise ExportError(f"the trace holds only for the values of the example ({sizes})", change)
+        fault = find_trace_fault(path, loaded)
     except MissingCapability:
         _log.warning("%s is not installed: the trace was not checked", evaluator.LIBRARY)
-
-
-def _list_other_sizes(sizes: Mapping[str, int]) -> list[dict[str, int]]:
-    changes: list[Callable[[int], int]] = [lambda size: size + 1, lambda size: 2 * size, lambda size: (size + 1) // 2]
-    return [{symbol: change(size) for symbol, size in sizes.items()} for change in changes]
-
-
-def _resize(loaded: "LoadedModel", sizes: Mapping[str, int]) -> "dict[str, Tensor]":
-    from enginesmith.pipeline.frameworks.torch.dims import resize_example
-
-    return resize_example(loaded.signature.inputs, loaded.example, sizes)
-
-
-def _runs_at_other_sizes(loaded: "LoadedModel") -> bool:
-    """Run the module with each dynamic dimension longer, each by another number, so that none has to equal another."""
-    import torch
-
-    longer = {symbol: size + 1 + index for index, (symbol, size) in enumerate(loaded.dynamic_sizes.items())}
-    with contextlib.suppress(*_FAILURES), torch.inference_mode():
-        loaded.module(*_resize(loaded, longer).values())
-        return True
-    return False
-
-
-def _agrees(path: Path, loaded: "LoadedModel", feeds: "dict[str, Tensor]") -> bool:
-    import torch
-
-    try:
-        with torch.inference_mode():
-            expected = [value.numpy() for value in loaded.module(*feeds.values())]
-    except (RuntimeError, ValueError, LookupError, AssertionError, TypeError):
-        return True  # these feeds are not for this module
-    try:
-        answers = evaluator.run_graph(path, {name: value.numpy() for name, value in feeds.items()})
-    except ModelError:
-        return False
-    return evaluator.largest_difference(expected, answers) <= _TOLERANCE
+        return
+    dynamic = loaded.dynamic_sizes
+    sizes = ", ".join(f"{name} = {size}" for name, size in dynamic.items()) or "all sizes fixed"
+    change = "remove from the model's code what depends on values or turns sizes into Python numbers"
+    if fault == "example":
+        raise ExportError("the trace does not answer as the model does, even to its example", change)
+    if fault == "sizes":
+        fix = f"make all sizes fixed with {_write_inputs(loaded.signature, dynamic)}"
+        raise FixedDimension(f"the trace holds only at the sizes of the example ({sizes})", f"{change}; or {fix}")
+    if fault == "values":
+        raise ExportError(f"the trace holds only for the values of the example ({sizes})", change)
 
 
 # What went wrong in an export, in one sentence: the operator, the line of the model's code, and what to do.

@@ -4,15 +4,18 @@
 in the program's guards: ``if length % 4 == 0`` holds at the example's length, and is dropped.
 """
 
+import functools
+import itertools
+import math
 import operator
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal
+from types import CodeType
+from typing import TYPE_CHECKING
 
-import numpy as np
-
-from enginesmith.pipeline.tensors import is_sum
+from enginesmith.pipeline.passes.export.agreement import find_fault
+from enginesmith.pipeline.tensors import Array, Feeds, is_sum
 
 if TYPE_CHECKING:
     from torch.export import ExportedProgram
@@ -25,10 +28,9 @@ _LARGEST_TRIED = 64
 """Sizes of a dimension that are tried at least up to here."""
 _TRIALS = 3
 """Sizes of a dimension at which a guard is broken, and module and program are compared."""
-_TOLERANCE = 1e-3
-"""Share of the output's range: another path through the code is off by far more."""
+_MOST_GROWTH, _MOST_ELEMENTS = 200, 1 << 24
+"""Factor of the example's size up to which one more size is tried, and the most numbers in all inputs there."""
 _SIZE = re.compile(r"L\['\w+'\](?:\[(\d+)\])?\.size\(\)\[(\d+)\]")
-_FAILURES = (RuntimeError, ValueError, LookupError, AssertionError, TypeError)
 
 
 @dataclass(frozen=True)
@@ -42,22 +44,25 @@ class SizeLimit:
 
 def find_size_limit(program: "ExportedProgram", loaded: "LoadedModel") -> SizeLimit | None:
     """Find a size at which the program answers otherwise than its module, or fails; None where there is none."""
+    from enginesmith.pipeline.frameworks.torch.dims import resize_example
+
     names = [spec.shape for spec in loaded.signature.inputs]
 
     def name(size: re.Match[str]) -> str:
         return f"({dim})" if is_sum(dim := names[int(size[1] or 0)][int(size[2])]) else str(dim)
 
+    def run(feeds: Feeds) -> list[Array]:
+        import torch
+
+        tensors = map(torch.from_numpy, feeds.values())
+        return [value.numpy() for value in program.module(check_guards=False)(*tensors)]
+
     guards = [_SIZE.sub(name, guard) for guard in program._guards_code]
     example = loaded.dynamic_sizes
-    for symbol, given in example.items():
-        trials = 0
-        for size in sorted(range(1, max(_LARGEST_TRIED, 2 * given) + 1), key=lambda size: abs(size - given)):
-            sizes = {**example, symbol: size}
-            broken = next((guard for guard in guards if not _holds(guard, sizes)), None)
-            if broken is None or trials == _TRIALS:
-                continue
-            trials += 1
-            fault = _find_fault(program, loaded, sizes)
+    for symbol in example:
+        for size, broken in _list_trials(guards, loaded, symbol):
+            feeds = resize_example(loaded.signature.inputs, loaded.example, {**example, symbol: size})
+            fault = find_fault(loaded, feeds, run, loaded.signature.unordered)
             fixed = symbol if fault and _fixes(broken, example, symbol) else ""
             if fault == "wrong":
                 words = f"right only where {broken}: with {symbol} = {size}, the module answers otherwise"
@@ -67,6 +72,28 @@ def find_size_limit(program: "ExportedProgram", loaded: "LoadedModel") -> SizeLi
                 others = "other sizes than those of --shape and --batch, which are compared, may be wrong"
                 return SizeLimit(fails if fixed else f"{fails}, so {others}", fixed)
     return None
+
+
+def _list_trials(guards: Sequence[str], loaded: "LoadedModel", symbol: str) -> Iterator[tuple[int, str]]:
+    """List sizes of a dimension at which a guard breaks, the nearest first, each with the first guard that does.
+
+    One that is much larger is the last, if a guard breaks there that breaks at none of the others: of ``split(128)``.
+    """
+    example, specs = loaded.dynamic_sizes, loaded.signature.inputs
+    given = example[symbol]
+
+    def list_broken(guards: Iterable[str], size: int) -> list[str]:
+        return [guard for guard in guards if not _holds(guard, {**example, symbol: size})]
+
+    nearest = sorted(range(1, max(_LARGEST_TRIED, 2 * given) + 1), key=lambda size: abs(size - given))
+    broken = {size: guards_there for size in nearest if (guards_there := list_broken(guards, size))}
+    yield from ((size, first) for size, (first, *_) in itertools.islice(broken.items(), _TRIALS))
+    others = set(guards).difference(*broken.values())
+    for size in range(len(nearest) + 1, _MOST_GROWTH * given + 1):
+        if guards_there := list_broken(others, size):
+            if sum(math.prod(spec.resolve({**example, symbol: size})) for spec in specs) <= _MOST_ELEMENTS:
+                yield size, guards_there[0]
+            return
 
 
 def _fixes(guard: str, example: Mapping[str, int], symbol: str) -> bool:
@@ -80,37 +107,13 @@ def _fixes(guard: str, example: Mapping[str, int], symbol: str) -> bool:
 
 
 def _holds(guard: str, sizes: Mapping[str, int]) -> bool:
-    """Evaluate a guard; one that uses anything but numbers holds."""
+    """Evaluate a guard; one that uses anything but numbers and functions of them holds."""
     try:
-        return bool(eval(guard, {"__builtins__": {}}, dict(sizes)))
+        return bool(eval(_compile(guard), {"__builtins__": {}, "math": math}, dict(sizes)))
     except Exception:  # noqa: BLE001 (it is code of torch's, in a form of its own)
         return True
 
 
-def _find_fault(
-    program: "ExportedProgram", loaded: "LoadedModel", sizes: Mapping[str, int]
-) -> Literal["", "wrong", "fails"]:
-    """Find out whether program and module answer differently, or the program alone cannot answer."""
-    import torch
-
-    from enginesmith.pipeline.frameworks.torch.dims import resize_example
-
-    feeds = resize_example(loaded.signature.inputs, loaded.example, sizes).values()
-    with torch.inference_mode():
-        try:
-            expected = [value.numpy() for value in loaded.module(*feeds)]
-        except _FAILURES:
-            return ""  # such sizes are not for this module
-        try:
-            answers: Any = program.module(check_guards=False)(*feeds)
-        except _FAILURES:
-            return "fails"
-    differs = any(not _are_close(value.numpy(), wanted) for value, wanted in zip(answers, expected, strict=True))
-    return "wrong" if differs else ""
-
-
-def _are_close(value: Any, wanted: Any) -> bool:
-    if value.shape != wanted.shape:
-        return False
-    scale = float(np.ptp(wanted)) if wanted.size and np.isfinite(wanted).all() and wanted.dtype != bool else 0.0
-    return bool(np.allclose(value, wanted, rtol=_TOLERANCE, atol=_TOLERANCE * scale, equal_nan=True))
+@functools.cache
+def _compile(guard: str) -> CodeType:
+    return compile(guard, "<guard>", "eval")

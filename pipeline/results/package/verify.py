@@ -16,14 +16,13 @@ from enginesmith.pipeline.engines.base import Candidate, Engine
 from enginesmith.pipeline.engines.infer import DIFFERENT, UNABLE
 from enginesmith.pipeline.errors import MissingCapability, ModelError, UsageError, require_utf8
 from enginesmith.pipeline.frameworks import samples
-from enginesmith.pipeline.frameworks.fidelity import Fidelity, compare
+from enginesmith.pipeline.frameworks.fidelity import Fidelity, compare, describe_failure
 from enginesmith.pipeline.measure.rows import StageFidelity
 from enginesmith.pipeline.results.package import manifest as manifests
 from enginesmith.pipeline.results.package.manifest import Manifest
 from enginesmith.pipeline.results.remeasure import UNTRUSTED
 from enginesmith.pipeline.system import worker
 from enginesmith.pipeline.system.device import Device
-from enginesmith.pipeline.tasks.verify import describe_failure
 from enginesmith.pipeline.tensors import Feeds
 
 _MODULES = ("numpy", "enginesmith.pipeline.results.package.verify")

@@ -1,0 +1,129 @@
+"""Compare what an export made with its module, as verification does, at other sizes and values than the example's.
+
+Tracing keeps what was a Python number, and the path through the code that the example took.
+"""
+
+import contextlib
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Literal
+
+from enginesmith.pipeline.errors import ModelError
+from enginesmith.pipeline.frameworks.fidelity import Thresholds, compare
+from enginesmith.pipeline.frameworks.onnx import evaluator, model_file
+from enginesmith.pipeline.frameworks.rounding import FINE, round_otherwise
+from enginesmith.pipeline.tensors import Array, Feeds
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from enginesmith.pipeline.frameworks.torch.module import LoadedModel
+
+Fault = Literal["", "wrong", "fails"]
+Unordered = Mapping[str, Literal["rows", "positions"]]
+FAILURES = (RuntimeError, ValueError, LookupError, AssertionError, TypeError)
+"""What a module raises for feeds that are not for it, and a program for sizes that it was not captured for."""
+_THRESHOLDS = Thresholds(min_sqnr_db=60, max_error_of_range=1e-3)
+"""Another path through the code, or a size that was kept by mistake, is off by far more."""
+
+
+def find_fault(
+    loaded: "LoadedModel",
+    feeds: "Mapping[str, Tensor]",
+    answer: Callable[[Feeds], Sequence[Array]],
+    unordered: Unordered,
+) -> Fault:
+    """Find out whether ``answer`` differs from the module's, or fails, at feeds that the module takes.
+
+    A difference counts for nothing where the module differs as much from itself once its operations are rounded
+    otherwise, as with boxes of equal scores, of which the first ones are kept. ``unordered`` are the outputs that are
+    compared as sets of rows.
+    """
+    import torch
+
+    arrays = {name: value.numpy() for name, value in feeds.items()}
+    with torch.inference_mode():
+        try:
+            expected = _name_outputs(loaded, loaded.module(*feeds.values()))
+        except FAILURES:
+            return ""
+        try:
+            values = answer(arrays)
+        except (*FAILURES, ModelError):
+            return "fails"
+    actual = dict(zip(expected, values, strict=True))
+    if _agree(loaded, expected, actual, unordered):
+        return ""
+    others = round_otherwise(functools.partial(_perturb, loaded), arrays, FINE)
+    is_steady = all(_agree(loaded, expected, other, unordered) for other in others if other)
+    return "wrong" if is_steady else ""
+
+
+def _name_outputs(loaded: "LoadedModel", values: "Sequence[Tensor]") -> dict[str, Array]:
+    return {spec.name: value.numpy() for spec, value in zip(loaded.signature.outputs, values, strict=True)}
+
+
+def _agree(loaded: "LoadedModel", expected: Feeds, actual: Feeds, unordered: Unordered) -> bool:
+    signature = loaded.signature.model_copy(update={"unordered": dict(unordered)})
+    try:
+        return compare(expected, actual, _THRESHOLDS, signature).passed
+    except ModelError:  # another shape
+        return False
+
+
+def _perturb(loaded: "LoadedModel", feeds: Feeds, step: float, seed: int) -> dict[str, Array]:
+    import torch
+
+    from enginesmith.pipeline.frameworks.torch.rounding import answer_perturbed
+
+    with torch.inference_mode():
+        inputs = [torch.from_numpy(value) for value in feeds.values()]
+        return _name_outputs(loaded, answer) if (answer := answer_perturbed(loaded.module, inputs, step, seed)) else {}
+
+
+def find_trace_fault(path: Path, loaded: "LoadedModel") -> Literal["", "example", "sizes", "values"]:
+    """Find out at which feeds a traced file differs from its module, by running both.
+
+    They are the example; other sizes, one more along each dynamic dimension, twice as many, and half, as one more step
+    may make no more blocks of them; and other values that send branches the other way: negative, large, zero.
+
+    Raises:
+        MissingCapability: ONNX Runtime is not installed.
+    """
+    answer, unordered = functools.partial(evaluator.run_graph, path), model_file.signature(path).unordered
+
+    def differs(feeds: "Mapping[str, Tensor]") -> bool:
+        return bool(find_fault(loaded, feeds, answer, unordered))
+
+    if differs(loaded.example):
+        return "example"
+    if any(differs(_resize(loaded, sizes)) for sizes in _list_other_sizes(loaded.dynamic_sizes)):
+        return "sizes"
+    for factor in (-1.0, 8.0, 0.0):
+        feeds = {name: value * factor if value.is_floating_point() else value for name, value in loaded.example.items()}
+        if differs(feeds):
+            return "values"
+    return ""
+
+
+def _list_other_sizes(sizes: Mapping[str, int]) -> list[dict[str, int]]:
+    changes: list[Callable[[int], int]] = [lambda size: size + 1, lambda size: 2 * size, lambda size: (size + 1) // 2]
+    return [{symbol: change(size) for symbol, size in sizes.items()} for change in changes]
+
+
+def _resize(loaded: "LoadedModel", sizes: Mapping[str, int]) -> "dict[str, Tensor]":
+    from enginesmith.pipeline.frameworks.torch.dims import resize_example
+
+    return resize_example(loaded.signature.inputs, loaded.example, sizes)
+
+
+def runs_at_other_sizes(loaded: "LoadedModel") -> bool:
+    """Run the module with each dynamic dimension longer, each by another number, so that none has to equal another."""
+    import torch
+
+    longer = {symbol: size + 1 + index for index, (symbol, size) in enumerate(loaded.dynamic_sizes.items())}
+    with contextlib.suppress(*FAILURES, AttributeError, ImportError), torch.inference_mode():
+        loaded.module(*_resize(loaded, longer).values())
+        return True
+    return False
