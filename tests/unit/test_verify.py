@@ -10,6 +10,7 @@ from enginesmith.calibration.options import DataOptions
 from enginesmith.pipeline.artifact import Artifact
 from enginesmith.pipeline.engines.onnxruntime.engine import OnnxRuntime
 from enginesmith.pipeline.engines.onnxruntime.session import OnnxRuntimeSession
+from enginesmith.pipeline.errors import FidelityError
 from enginesmith.pipeline.frameworks import samples
 from enginesmith.pipeline.frameworks.fidelity import compare, describe_failure, thresholds_for
 from enginesmith.pipeline.frameworks.rounding import FINE
@@ -45,6 +46,23 @@ def test_a_graph_that_is_bad_on_some_samples_is_rejected_at_batch_1(tmp_path: Pa
         assert effect.summary == f"SQNR at least {'200.0' if passed else '4.7'} dB"
         entries = read_records(Artifact(kind="record", path=out / effect.file, sha256="", bytes=0))
         assert [entry["passed"] for entry in entries] == [passed] * 3
+
+
+def test_a_graph_with_another_shape_at_some_sizes_is_rejected_as_one_with_other_numbers(tmp_path: Path) -> None:
+    """As one that has the first piece of a batch alone; a model that is pruned on purpose has to have that shape."""
+    cases = tuple(Case(points=(point,), sizes={"batch": size}, batch=size) for point, size in (("min", 2), ("max", 3)))
+    samples.write(tmp_path, Samples(data="x", ranges={}, cases=cases))
+    for index, case in enumerate(cases):
+        samples.write_arrays(tmp_path, "feeds", index, {"x": np.ones((2, 3), np.float32)})
+        samples.write_arrays(tmp_path, "outputs", index, {"y": np.ones((case.batch, 3), np.float32)})
+    judged = Artifact(kind="reference", path=tmp_path / samples.RECORD, sha256="", bytes=0)
+    inputs = {"model": save_operator(tmp_path / "graph.onnx", "Identity"), "reference": judged}
+    verify = Verify(stage="export", engine=OnnxRuntime(), device=Device(), precision="fp32", min_sqnr_db=None)
+    rejected = verify.run(inputs, tmp_path, lambda _: None).rejected
+    assert rejected.startswith("after export at max (batch 3): output 'y' is float32[2, 3], and the reference's is ")
+    assert "perhaps the module decides by a size" in rejected
+    with pytest.raises(FidelityError, match="output 'y' is"):
+        verify.model_copy(update={"judged": False}).run(inputs, tmp_path, lambda _: None)
 
 
 def test_an_export_that_is_right_at_other_sizes_names_its_sizes_and_the_cause(tmp_path: Path) -> None:
