@@ -7,7 +7,7 @@ from typing import IO, Any
 
 import numpy as np
 
-from enginesmith.calibration.sources import RawData, Request
+from enginesmith.calibration.sources import RawData, Request, describe_moved, find_moved
 from enginesmith.calibration.user_code import blame_user_code, find
 from enginesmith.pipeline.errors import DataError
 from enginesmith.pipeline.tensors import Array, Feeds, TensorSpec, split_inputs
@@ -144,7 +144,11 @@ def _as_batch(place: str, feed: Feeds, inputs: Sequence[TensorSpec]) -> Feeds:
         raise DataError(f"{place} has the shapes {shapes}, expected those of {', '.join(map(str, inputs))}", _FORM)
     counts = {len(array) if array.ndim else 0 for array in feed.values()}
     if len(counts) > 1 or 0 in counts:
-        raise DataError(f"{place} has the shapes {shapes}", "give every array, labels too, the same number of rows")
+        remedy = "give every array, labels too, the same number of rows"
+        if moved := find_moved({name: array.shape for name, array in feed.items()}, inputs):
+            alone = ", ".join(f"{name!r} as {shape[1:]}" for name, shape in moved.items())
+            remedy = f"{describe_moved(moved)}; or one sample alone, every array without its batch: {alone}"
+        raise DataError(f"{place} has the shapes {shapes}", remedy)
     return feed
 
 

@@ -15,7 +15,7 @@ from enginesmith.calibration.feeds import read_feeds
 from enginesmith.calibration.images import check_images, read_images
 from enginesmith.calibration.lazy_arrays import LazyRows, Rows, cast, pieces
 from enginesmith.calibration.masks import check_masks, has_masks, read_masks
-from enginesmith.calibration.sources import RawData, Request, Split, open_arrays
+from enginesmith.calibration.sources import RawData, Request, Split, describe_moved, find_moved, open_arrays
 from enginesmith.calibration.text import check_texts, read_texts
 from enginesmith.calibration.user_code import check_reference, is_reference
 from enginesmith.pipeline.errors import DataError
@@ -121,11 +121,12 @@ def _check_shapes(source: str, arrays: Mapping[str, Rows], inputs: Sequence[Tens
         bound = ([word in sizes for word in list_words(dim)] for dim in spec.shape[1:])
         expected = [compute_size(dim, sizes) if all(b) else dim for dim, b in zip(spec.shape[1:], bound, strict=True)]
         relation = f": {misfit[1]}" if misfit and is_sum(misfit[0]) else ""
+        moved = find_moved({name: each.shape for name, each in arrays.items()}, inputs)
         raise DataError(
             f"{source}: {spec.name!r} has the shape {list(array.shape)}, expected "
             f"[{', '.join(map(str, ['samples', *expected]))}]{relation}",
             f"give rows that fit {spec}, one sample along the first axis{_suggest_size(arrays, inputs)}"
-            f"{_suggest_batch(spec, array)}",
+            f"{_suggest_batch(spec, array)}{f'; {describe_moved(moved)}' if moved else ''}",
         )
 
 

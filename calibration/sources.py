@@ -13,7 +13,7 @@ from safetensors import SafetensorError
 from enginesmith.calibration.lazy_arrays import Rows
 from enginesmith.calibration.options import AS_FOUND, DataOptions
 from enginesmith.pipeline.errors import DataError
-from enginesmith.pipeline.tensors import TensorSpec
+from enginesmith.pipeline.tensors import TensorSpec, find_misfit
 
 Split = Literal["train", "calibration", "test"]
 Arrays = Mapping[str, Rows]
@@ -45,6 +45,29 @@ class RawData:
     """Names of the labels, where classes were numbered in the order of their names."""
     label_keys: Sequence[str] = ()
     """Keys that lines have, where one of them is named as the label and none of them has it."""
+
+
+def find_moved(shapes: Mapping[str, Sequence[int]], inputs: Sequence[TensorSpec]) -> dict[str, list[int]]:
+    """Find arrays that fit a model which has its batch in another dimension, instead of having samples first.
+
+    ``inputs`` have theirs first. Returns the shapes that the arrays should have.
+    """
+    right = dict[str, list[int]]()
+    for spec in inputs:
+        shape = shapes.get(spec.name, ())
+        if len(shape) != len(spec.shape) or find_misfit(spec.shape[1:], shape[1:], {}) is None:
+            continue
+        moved = [[size, *shape[:axis], *shape[axis + 1 :]] for axis, size in enumerate(shape)]
+        if fitting := [each for each in moved if find_misfit(spec.shape[1:], each[1:], {}) is None]:
+            right[spec.name] = fitting[0]
+    return right
+
+
+def describe_moved(moved: Mapping[str, Sequence[int]]) -> str:
+    """Say how the arrays of :func:`find_moved` are to be given."""
+    return "samples come first, wherever the model has its batch: give " + ", ".join(
+        f"{name!r} as {list(shape)}" for name, shape in moved.items()
+    )
 
 
 @contextmanager

@@ -86,6 +86,11 @@ class TensorSpec(BaseModel, frozen=True):
         return f"{self.name}:{self.dtype}:{','.join(map(str, self.shape))}"
 
 
+def write_options(specs: Iterable[TensorSpec]) -> str:
+    """Write inputs as options of the command line."""
+    return " ".join(f"--input {spec}" for spec in specs)
+
+
 def _dim(text: str, dim: str) -> int | str:
     parts = [part.strip() for part in dim.split("+")]
     if any(not _DIM.fullmatch(part) and not (part.isdecimal() and int(part)) for part in parts):

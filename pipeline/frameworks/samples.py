@@ -25,8 +25,10 @@ from enginesmith.pipeline.tensors import (
     Signature,
     TensorSpec,
     find_fill,
+    is_sum,
     read_sizes,
     split_inputs,
+    write_options,
 )
 
 RECORD = "samples.json"
@@ -68,6 +70,8 @@ class Samples(BaseModel, frozen=True):
     """Outputs of the baseline that move far where its operations are rounded otherwise."""
     rounding: dict[str, float] = {}
     """How far rounding in float32 moves each floating-point output of the baseline."""
+    assumed: tuple[str, ...] = ()
+    """Dynamic dimensions whose sizes nothing tells: neither options nor data nor an example."""
     class_names: tuple[str, ...] = ()
     """Names of the model's classes by number, where it has some: labels that are words are numbered by them."""
 
@@ -83,6 +87,22 @@ def batch_symbol(signature: Signature) -> str | None:
         return BATCH
     first = _first_dimension(signature)
     return first if isinstance(first, str) and first in signature.symbols else None
+
+
+def suggest_batch(signature: Signature) -> str:
+    """Write the options that call a dimension the batch in each input, where it may be another one than the first.
+
+    Empty where it has a name, or where a first dimension is fixed and not exactly one other is open.
+    """
+    specs = list[TensorSpec]()
+    for spec in signature.inputs:
+        dims = [*spec.shape]
+        open_axes = [axis for axis, dim in enumerate(dims) if isinstance(dim, str) and not is_sum(dim)]
+        if open_axes[:1] == [0] or len(open_axes) == 1:
+            dims[open_axes[0]] = BATCH
+        specs.append(spec.model_copy(update={"shape": tuple(dims)}))
+    moved = any(spec.batch_axis for spec in specs) and BATCH not in signature.symbols
+    return write_options(specs) if moved else ""
 
 
 def fixed_batch(signature: Signature) -> int:
@@ -227,9 +247,12 @@ def feeds_for(
         for spec in signature.inputs:
             shape = given[spec.name].shape
             if any(isinstance(dim, int) and size != dim for dim, size in zip(spec.shape, shape, strict=False)):
+                where, remedy = "samples lie along the first dimension", suggest_batch(signature)
                 raise DataError(
                     f"{spec.name!r} of the data has the shape {list(shape)} in batches of {case.batch}, not {spec}",
-                    "samples lie along the first dimension: leave the data out, or give a model with its batch there",
+                    f"{where} of data, and of the model unless one is called {BATCH!r}: name it with {remedy}"
+                    if remedy
+                    else f"{where}: leave the data out, or give a model with its batch there",
                 )
         return resize(given, signature, case.sizes)
     if batch_symbol(signature) is None:
@@ -259,9 +282,19 @@ def resize(feeds: Feeds, signature: Signature, sizes: Mapping[str, int]) -> dict
     return resized
 
 
+def advise_sizes(assumed: Iterable[str]) -> str:
+    """Say which options give the sizes of dimensions that are assumed; empty for none."""
+    shapes = " ".join(f"--shape {name}=MIN:OPT:MAX" for name in assumed)
+    return f"; sizes that nothing tells are assumed: give those that it takes with {shapes}" if shapes else ""
+
+
 def write(out: Path, samples: Samples) -> None:
     """Write ``samples.json``; the arrays are written case by case with :func:`write_arrays`."""
-    unset = {name for name in ("parts", "spans", "interacting", "unsteady", "rounding") if not getattr(samples, name)}
+    unset = {
+        name
+        for name in ("parts", "spans", "interacting", "unsteady", "rounding", "assumed")
+        if not getattr(samples, name)
+    }
     (out / RECORD).write_text(samples.model_dump_json(indent=1, exclude=unset), encoding="utf-8")
 
 

@@ -199,7 +199,8 @@ def load_task(recipe: Recipe, source: Source) -> Task:
     if source.form == "engine":
         return LoadEngine(source=source)
     if not source.is_torch:
-        return LoadOnnx(source=source, inputs=recipe.specs, processing=recipe.processing)
+        sizes = _list_usual_sizes(recipe)
+        return LoadOnnx(source=source, inputs=recipe.specs, processing=recipe.processing, sizes=sizes)
     return Load(
         source=source,
         inputs=recipe.specs,
@@ -220,15 +221,18 @@ def _choose_example_data(recipe: Recipe, source: Source) -> dict[str, Any]:
 
 
 def _choose_example_sizes(recipe: Recipe, source: Source) -> dict[str, Any]:
-    """Choose the sizes of an example that may be drawn: the usual ones of dimensions that ``--input`` leaves open.
+    """Choose the sizes of an example that may be drawn."""
+    sizes = _list_usual_sizes(recipe) if source.form in _MAY_LACK_EXAMPLE else {}
+    return {"sizes": sizes} if sizes else {}
+
+
+def _list_usual_sizes(recipe: Recipe) -> dict[str, int]:
+    """List the usual sizes of dimensions that ``--input`` leaves open.
 
     Others are no part of the task, so that a model whose inputs are known stays loaded whatever ``--shape`` says.
     """
-    if source.form not in _MAY_LACK_EXAMPLE:
-        return {}
     symbols = {symbol for spec in recipe.specs for symbol in spec.symbols if symbol != BATCH}
-    sizes = {symbol: range_.opt for symbol, range_ in recipe.ranges.items() if symbol in symbols}
-    return {"sizes": sizes} if sizes else {}
+    return {symbol: range_.opt for symbol, range_ in recipe.ranges.items() if symbol in symbols}
 
 
 def baseline_of(source: Source) -> Engine:

@@ -2,7 +2,7 @@
 
 import json
 import shutil
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -12,16 +12,16 @@ from pydantic import Field, SerializeAsAny
 from enginesmith.calibration.options import AS_FOUND, DataOptions
 from enginesmith.pipeline.artifact import Artifact, Effect, Kind
 from enginesmith.pipeline.engines import read_file
-from enginesmith.pipeline.errors import SignatureError, UsageError
+from enginesmith.pipeline.errors import UsageError
 from enginesmith.pipeline.frameworks import processing, samples
-from enginesmith.pipeline.frameworks.onnx import edit, model_file
+from enginesmith.pipeline.frameworks.onnx import dimensions, edit, model_file
 from enginesmith.pipeline.frameworks.onnx.processing import extend
 from enginesmith.pipeline.frameworks.processing import ProcessingRequest
 from enginesmith.pipeline.frameworks.source import Source
 from enginesmith.pipeline.passes.base import Progress
 from enginesmith.pipeline.tasks.base import Inputs, Task
 from enginesmith.pipeline.tasks.calibrate import open_data
-from enginesmith.pipeline.tensors import Array, Feeds, ShapeRange, Signature, TensorSpec, read_sizes
+from enginesmith.pipeline.tensors import Array, Feeds, ShapeRange, Signature, TensorSpec, list_words, read_sizes
 
 SHAPES = "shapes"
 """Role of the record of :class:`Shapes` in a task that takes it."""
@@ -31,6 +31,10 @@ _EXAMPLE_ROWS = 2
 """Samples of an example that is taken from data, where the batch is dynamic."""
 _EXAMPLE_SIZE = 8
 """Along a dynamic dimension of an ONNX file, which brings no example."""
+PICTURE_SIZES = (256, 64, 32, _EXAMPLE_SIZE)
+"""Along heights and widths, the first one that the model takes, as does its half: they are multiples of the strides of
+networks for pictures; some, for lines of text, take no large heights."""
+_CHANNELS = (1, 3)
 
 
 class _FromSource(Task):
@@ -127,36 +131,39 @@ class LoadEngine(_FromSource):
 
 
 class LoadOnnx(_FromSource):
-    """Take over an ONNX file, checked, with its external data."""
+    """Take over an ONNX file, checked, with its external data and the dimensions that ``inputs`` name or fix."""
 
     produces: ClassVar[Kind] = "onnx"
 
-    def run(self, inputs: Inputs, out: Path, progress: Progress) -> Effect:
+    sizes: dict[str, int] = Field({})
+    """Usual sizes of the dynamic dimensions that ``inputs`` leave open: with these, outputs that follow are found."""
 
+    def run(self, inputs: Inputs, out: Path, progress: Progress) -> Effect:
         path = Path(self.source.target)
         progress(f"checking {path.name}")
         model_file.check(path)
-        signature = model_file.signature(path)
-        if self.inputs and not self.processing.prepend and self.inputs != signature.inputs:
-            raise SignatureError(
-                f"--input says {', '.join(map(str, self.inputs))}, and the file has "
-                f"{', '.join(map(str, signature.inputs))}",
-                "omit --input: an ONNX file names its inputs; --shape NAME=MIN:OPT:MAX gives dynamic dimensions sizes",
-            )
+        file, notes = out / edit.FILE, tuple[str, ...]()
         if self.processing:
             progress("adding what is computed before and after the model")
-            signature = self._extend(path, signature, out)
+            self._extend(path, out)
+        elif self.inputs:
+            progress("writing the dimensions of --input")
+            dimensions.write_inputs(path, self.inputs, file)
+            named = model_file.signature(file)
+            usual = {**choose_sizes(named), **self.sizes}
+            notes = dimensions.name_outputs(file, usual, lambda sizes: _draw_feeds(named, sizes))
         else:
-            model_file.copy(path, out / "model.onnx")
-        facts = model_file.summary(out / "model.onnx")
+            model_file.copy(path, file)
+        facts = model_file.summary(file)
         return Effect(
-            file="model.onnx",
+            file=edit.FILE,
             summary=f"{facts.nodes} nodes, opset {facts.opset}, {facts.parameters:,} parameters",
-            signature=signature,
+            notes=notes,
+            signature=model_file.signature(file),
             reads=(path, *(path.parent / name for name in model_file.external_files(path))),
         )
 
-    def _extend(self, path: Path, core: Signature, out: Path) -> Signature:
+    def _extend(self, path: Path, out: Path) -> None:
         """Write the graph with the computation around it, and compare it with PyTorch's on drawn feeds.
 
         Raises:
@@ -165,12 +172,11 @@ class LoadOnnx(_FromSource):
         """
         from enginesmith.pipeline.frameworks.torch.processing import check_graph
 
-        fitted = processing.fit(self.processing, core, self.inputs)
+        fitted = processing.fit(self.processing, model_file.signature(path), self.inputs)
         model = edit.load(path)
         extend(model, fitted)
         edit.save(model, out)
-        check_graph(fitted, path, out / edit.FILE, _draw_feeds(fitted.signature, _EXAMPLE_SIZE))
-        return model_file.signature(out / edit.FILE)
+        check_graph(fitted, path, out / edit.FILE, _draw_feeds(fitted.signature, choose_sizes(fitted.signature)))
 
 
 class Shapes(Task):
@@ -212,7 +218,7 @@ def read_ranges(inputs: Inputs) -> dict[str, ShapeRange]:
     return {name: ShapeRange.parse(text) for name, text in stored.items()}
 
 
-def make_example(model: Artifact) -> tuple[dict[str, Array], dict[str, int]]:
+def make_example(model: Artifact, picture_size: int = PICTURE_SIZES[0]) -> tuple[dict[str, Array], dict[str, int]]:
     """Make a feed for each input; returns also the size it has along each dynamic dimension."""
     assert model.signature is not None
     specs = model.signature.inputs
@@ -221,13 +227,31 @@ def make_example(model: Artifact) -> tuple[dict[str, Array], dict[str, int]]:
 
         feeds = read_example(model)
         return feeds, read_sizes(specs, feeds)
-    sizes = dict.fromkeys(model.signature.symbols, _EXAMPLE_SIZE)
-    return _draw_feeds(model.signature, _EXAMPLE_SIZE), sizes
+    sizes = choose_sizes(model.signature, picture_size)
+    return _draw_feeds(model.signature, sizes), sizes
 
 
-def _draw_feeds(signature: Signature, size: int) -> dict[str, Array]:
+def choose_sizes(signature: Signature, picture_size: int = PICTURE_SIZES[0]) -> dict[str, int]:
+    """Choose a size for each dynamic dimension of a file, which brings no example.
+
+    Height and width of pictures, of 1 or 3 channels that come first or last, are larger than others, if no input has
+    another dynamic dimension: masks and caches of attention have four dimensions, too.
+    """
+    sides, others = set[str](), set[str]()
+    for spec in signature.inputs:
+        axes: tuple[int, ...] = ()
+        if len(spec.shape) == _PICTURE_RANK:
+            axes = (2, 3) if spec.shape[1] in _CHANNELS else (1, 2) if spec.shape[3] in _CHANNELS else ()
+        for axis, dim in enumerate(spec.shape[1:], 1):
+            (sides if axis in axes else others).update(list_words(dim))
+    if others - {samples.batch_symbol(signature)}:
+        sides = set()
+    return {name: picture_size if name in sides else _EXAMPLE_SIZE for name in signature.symbols}
+
+
+def _draw_feeds(signature: Signature, sizes: Mapping[str, int]) -> dict[str, Array]:
     """Draw normal floats, pixels, rows of the tables that inputs are indices of, and else zeros and ones."""
-    sizes, rng, feeds = dict.fromkeys(signature.symbols, size), np.random.default_rng(0), {}
+    rng, feeds = np.random.default_rng(0), dict[str, Array]()
     for spec in signature.inputs:
         shape = spec.resolve(sizes)
         pixels = spec.dtype == "uint8" and len(shape) == _PICTURE_RANK

@@ -43,7 +43,7 @@ from enginesmith.pipeline.passes.base import Progress
 from enginesmith.pipeline.system.device import Device
 from enginesmith.pipeline.tasks.base import RECORDS, Inputs, Task, write_records
 from enginesmith.pipeline.tasks.calibrate import Feeder, open_data, read_class_names
-from enginesmith.pipeline.tasks.load import make_example
+from enginesmith.pipeline.tasks.load import PICTURE_SIZES, make_example
 from enginesmith.pipeline.tasks.quality import EngineCheck, describe_numbering, try_metric
 from enginesmith.pipeline.tensors import DTYPES, Array, Feeds, ShapeRange, Signature, TensorSpec, format_sizes
 from enginesmith.pipeline.units import count_words, format_share
@@ -90,7 +90,6 @@ class Sample(Task):
         assert model.signature is not None
         signature = model.signature
         _check_ends(signature)
-        given, sizes = make_example(model)
         data, read = self._open(signature)
         class_names = read_class_names(inputs)
         if data:
@@ -99,9 +98,11 @@ class Sample(Task):
         known, is_file = self.ranges, model.kind == "onnx"
         if data and is_file:  # which brings no example
             known = {**samples.read_row_ranges(signature, data), **known}
+        given, sizes = _find_example(self.engine, model, known)
         batches = samples.fit_batches(signature, self.ranges, self.batches, given=self.batches_given)
         ranges = samples.plan_ranges(signature, known, batches, sizes, named_by_file=is_file)
-        advice = _advise(model, known, data)
+        assumed = _list_assumed(model, known)
+        advice = _advise(model, known, assumed, data)
         planned = samples.plan_cases(signature, ranges, batches)
         cases = tuple(samples.plan_calls(case, data) for case in planned)
         tried: list[str] = []
@@ -124,7 +125,7 @@ class Sample(Task):
             parts, notes = count_parts(data, self.data, self.data_options), (*notes, *check_parts(data))
         unsteady = tuple(sorted(unstable.unsteady))
         facts = {"parts": parts, "spans": spans, "interacting": bool(interacting), "unsteady": unsteady}
-        facts |= {"rounding": unstable.movements, "class_names": class_names}
+        facts |= {"rounding": unstable.movements, "class_names": class_names, "assumed": assumed}
         samples.write(out, samples.Samples(data=name, ranges=ranges, cases=cases, **facts))
         if empty := [key for key, share in odd.items() if share == 1.0]:
             raise SourceError(
@@ -140,7 +141,15 @@ class Sample(Task):
             f"{format_share(share, 3)} of the numbers in eager's output {key!r} are NaN or infinity"
             for key, share in odd.items()
         )
-        notes = (*notes, *tried, *strange, *unstable.describe(), *interacting, *_describe_emptiness(cases, out))
+        notes = (
+            *notes,
+            *_describe_assumed(ranges, assumed),
+            *tried,
+            *strange,
+            *unstable.describe(),
+            *interacting,
+            *_describe_emptiness(cases, out),
+        )
         summary = "; ".join([f"{count_words(len(cases), 'set')} of feeds from {name} data", *notes])
         return Effect(file=samples.RECORD, summary=summary, notes=notes, reads=read)
 
@@ -368,14 +377,50 @@ def _describe_emptiness(cases: Sequence[samples.Case], folder: Path) -> list[str
     return ["the model's answers to all samples that variants are compared on are empty: the comparison tells nothing"]
 
 
-def _advise(model: Artifact, known: Mapping[str, ShapeRange], data: Dataset | None) -> str:
-    """Say what helps a model that refuses samples that are made up, or sizes that are not ``known`` and assumed."""
+def _find_example(
+    engine: Engine, model: Artifact, known: Mapping[str, ShapeRange]
+) -> tuple[dict[str, Array], dict[str, int]]:
+    """Make an example; pictures whose sizes are assumed are of the largest size that the model takes, as its half."""
+    assumed = _list_assumed(model, known)
+    examples = [make_example(model, size) for size in (PICTURE_SIZES if assumed else PICTURE_SIZES[:1])]
+    if len({tuple(sizes.values()) for _, sizes in examples}) == 1:
+        return examples[0]
+    assert model.signature is not None
+    usual = {name: range_.opt for name, range_ in known.items()}
+    with engine.load(model, Device()) as session:
+        for feeds, sizes in examples[:-1]:
+            halved = {name: size // 2 if name in assumed else size for name, size in sizes.items()}
+            with contextlib.suppress(ModelError):
+                for each in (sizes, halved):
+                    session.run(samples.resize(feeds, model.signature, {**each, **usual}))
+                return feeds, sizes
+    return examples[-1]
+
+
+def _list_assumed(model: Artifact, known: Mapping[str, ShapeRange]) -> tuple[str, ...]:
+    """List the dimensions of a file whose sizes are assumed: the dynamic ones besides the batch, if not ``known``."""
+    assert model.signature is not None
+    batch = samples.batch_symbol(model.signature)
+    if model.kind != "onnx":  # a module brings an example
+        return ()
+    return tuple(name for name in model.signature.symbols if name not in known and name != batch)
+
+
+def _describe_assumed(ranges: Mapping[str, ShapeRange], assumed: Sequence[str]) -> list[str]:
+    """Describe at which assumed sizes everything is verified and measured, and which options give others."""
+    sizes = ", ".join(f"{name} = {ranges[name].opt} (verified from {ranges[name].min})" for name in assumed)
+    shapes = " ".join(f"--shape {name}=MIN:OPT:MAX" for name in assumed)
+    return [f"sizes that nothing tells are assumed: {sizes}; {shapes} gives those of real inputs"] if assumed else []
+
+
+def _advise(model: Artifact, known: Mapping[str, ShapeRange], assumed: Sequence[str], data: Dataset | None) -> str:
+    """Say what helps a model that refuses samples that are made up, or sizes that are ``assumed``."""
     assert model.signature is not None
     symbol = samples.batch_symbol(model.signature)
     if model.kind == "onnx":
-        assumed = [name for name in model.signature.symbols if name not in known and name != symbol]
-        shapes = " ".join(f"--shape {name}=MIN:OPT:MAX" for name in assumed)
-        advice = f"; sizes that nothing tells are assumed: give those that it takes with {shapes}" if assumed else ""
+        advice = samples.advise_sizes(assumed)
+        options = samples.suggest_batch(model.signature) if symbol is None else ""
+        advice += f"; if one of the dimensions is the batch, name it with {options}" if options else ""
         return advice if data else f"{advice}; samples are drawn at random: give some with --eval DATA"
     if data:
         own = samples.read_row_ranges(model.signature, data).items()
@@ -417,7 +462,13 @@ class Verify(EngineCheck):
                 names = names or _pair_by_position(session.signature, answered.feeds[0], answered.outputs[0])
                 calls = ([_rename(each, names) for each in calls] for calls in answered[1:])
                 renamed = samples.Answered(answered.case, *calls)
-                comparisons = self._compare(session, renamed, known, names)
+                try:
+                    comparisons = self._compare(session, renamed, known, names)
+                except ModelError as error:
+                    if not known.assumed:
+                        raise
+                    message = f"{error.message}, at {sizes}{samples.advise_sizes(known.assumed)}"
+                    raise type(error)(message, error.remedy) from error
                 entries += comparisons
                 if not failed and comparisons and not comparisons[0].passed:
                     failed = f"{comparisons[0].point} ({sizes}): {comparisons[0].reason}"
@@ -429,7 +480,7 @@ class Verify(EngineCheck):
             file=RECORDS,
             summary=f"SQNR at least {worst:.1f} dB" if worst is not None else "outputs agree",
             notes=tuple(f"{ours!r} is compared with {theirs!r}, by position" for ours, theirs in names.items()),
-            rejected=f"after {self.stage} at {failed}" if failed else "",
+            rejected=f"after {self.stage} at {failed}{samples.advise_sizes(known.assumed)}" if failed else "",
         )
 
     def _compare(

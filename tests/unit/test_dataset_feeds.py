@@ -2,6 +2,7 @@
 
 import sys
 import textwrap
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -251,3 +252,28 @@ def test_a_full_disk_is_one_clear_error(monkeypatch):
 )
 def test_what_names_a_function(text, is_one):
     assert user_code.is_reference(text) == is_one
+
+
+MOVED = """
+import numpy as np
+
+def whole():
+    yield {"x": np.ones((1, 6), np.float32), "state": np.ones((2, 1, 4), np.float32), "labels": np.ones(1)}
+"""
+
+
+@pytest.mark.parametrize("reference", ["moved.py:whole", "moved.npz"])
+def test_arrays_with_the_batch_where_the_model_has_it_are_told_to_have_samples_first(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, reference: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "moved.py").write_text(MOVED)
+    np.savez("moved.npz", x=np.ones((1, 6), np.float32), state=np.ones((2, 1, 4), np.float32))
+    inputs = [TensorSpec.parse(text) for text in ("x:float32:batch,6", "state:float32:2,batch,4")]
+    with pytest.raises(DataError) as error:
+        open_dataset(reference, inputs)
+    alone = "; or one sample alone, every array without its batch: 'state' as [2, 4]"
+    assert error.value.remedy.endswith(
+        "samples come first, wherever the model has its batch: give 'state' as [1, 2, 4]"
+        + (alone if reference.endswith("whole") else "")
+    )

@@ -211,7 +211,7 @@ def signature(path: Path) -> Signature:
     inputs = [value for value in graph.input if value.name not in weights]
     shapes = [dims for value in inputs if (dims := value.type.tensor_type.shape.dim)]
     named = any(dim.dim_param == BATCH for dims in shapes for dim in dims)
-    words = {} if named or any(not _is_unnamed(dims[0]) for dims in shapes) else {"": BATCH}
+    words = {} if named or any(not is_unnamed(dims[0]) for dims in shapes) else {"": BATCH}
     specs = [_spec("input", position, value, words) for position, value in enumerate(inputs)]
     results = [_spec("output", position, value, words) for position, value in enumerate(graph.output)]
     alone, names = {dim for spec in specs for dim in spec.shape}, dict[str, str]()
@@ -307,7 +307,7 @@ def _dim(dim: "onnx.TensorShapeProto.Dimension", axis: int, fallback: str, words
     if _is_fixed(dim):
         return int(dim.dim_value)
     text = dim.dim_param
-    if not axis and "" in words and _is_unnamed(dim):
+    if not axis and "" in words and is_unnamed(dim):
         return words.setdefault(text, words[""])
     if text in UNNAMED:
         return fallback
@@ -324,7 +324,8 @@ def _read_sum(text: str) -> str:
     return str(join_sum(part if part.isdecimal() else to_word(part) for part in parts))
 
 
-def _is_unnamed(dim: "onnx.TensorShapeProto.Dimension") -> bool:
+def is_unnamed(dim: "onnx.TensorShapeProto.Dimension") -> bool:
+    """Tell whether a dimension has neither a size nor a name that somebody chose."""
     return not _is_fixed(dim) and (dim.dim_param in UNNAMED or _NUMBERED.fullmatch(dim.dim_param) is not None)
 
 

@@ -1,0 +1,145 @@
+"""Name or fix the open dimensions of an ONNX file's inputs, as ``--input`` describes them, and name its outputs'."""
+
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from enginesmith.pipeline.errors import MissingCapability, ModelError, SignatureError
+from enginesmith.pipeline.frameworks.onnx import evaluator, model_file
+from enginesmith.pipeline.tensors import Feeds, TensorSpec, format_sizes, is_sum, join_sum, list_words, write_options
+
+if TYPE_CHECKING:
+    import onnx
+
+
+def write_inputs(path: Path, given: Sequence[TensorSpec], target: Path) -> None:
+    """Copy a file, with the dimensions of these inputs in place of its own; a name that it has elsewhere changes, too.
+
+    Raises:
+        SignatureError: an input is missing, or has another dtype, rank or fixed size than in the file; or a name that
+            stands twice in the file gets two others.
+    """
+    model, declared = model_file.read(path), model_file.signature(path)
+    specs = _order(declared.inputs, given)
+    values = {value.name: value for value in model.graph.input}
+    words, texts = _match(declared.inputs, specs, values)
+    for spec in specs:
+        for proto, dim in zip(values[spec.name].type.tensor_type.shape.dim, spec.shape, strict=True):
+            _write(proto, dim)
+    for output, value in zip(declared.outputs, model.graph.output, strict=True):
+        for proto, dim in zip(value.type.tensor_type.shape.dim, output.shape, strict=True):
+            new = _substitute(dim, words)
+            # a dimension without a name is not fixed by what is only guessed of it
+            if not words.keys().isdisjoint(list_words(dim)) and not (
+                model_file.is_unnamed(proto) and isinstance(new, int)
+            ):
+                _write(proto, new)
+    for graph in model_file.list_graphs(model):
+        for value in graph.value_info:
+            for proto in value.type.tensor_type.shape.dim:
+                if proto.dim_param in texts:
+                    _write(proto, texts[proto.dim_param])
+    model_file.copy(path, target)
+    target.write_bytes(model.SerializeToString())
+
+
+def _order(own: Sequence[TensorSpec], given: Sequence[TensorSpec]) -> list[TensorSpec]:
+    """Put specifications in the order of the file's inputs.
+
+    Raises:
+        SignatureError: they are not those of all inputs, each once, with their dtypes and ranks.
+    """
+    by_name = {spec.name: spec for spec in given}
+    kinds, own_kinds = (sorted((spec.name, spec.dtype, len(spec.shape)) for spec in specs) for specs in (given, own))
+    if kinds != own_kinds:
+        raise _refuse(own, given)
+    return [by_name[spec.name] for spec in own]
+
+
+def _match(
+    own: Sequence[TensorSpec], given: Sequence[TensorSpec], values: "Mapping[str, onnx.ValueInfoProto]"
+) -> tuple[dict[str, int | str], dict[str, int | str]]:
+    """Map words of the file's signature, and names in the file, to the dimensions that are given for them.
+
+    A word of dimensions that have no name in the file is left out where they get different ones.
+
+    Raises:
+        SignatureError: a fixed size is another one, or a name or a sum of the file does not fit.
+    """
+    words, texts, guessed = dict[str, set[int | str]](), dict[str, int | str](), set[str]()
+    for mine, spec in zip(own, given, strict=True):
+        dims = zip(mine.shape, spec.shape, values[spec.name].type.tensor_type.shape.dim, strict=True)
+        for dim, new, proto in dims:
+            if isinstance(dim, int):
+                if new != dim:
+                    raise _refuse(own, given, f"; the file fixes a size of {mine.name!r} at {dim}")
+            elif not is_sum(dim):
+                words.setdefault(dim, set()).add(new)
+                if model_file.is_unnamed(proto):
+                    guessed.add(dim)
+                else:
+                    texts[proto.dim_param] = new
+    for word, names in words.items():
+        if len(names) > 1 and word not in guessed:
+            raise _refuse(own, given, f"; {word} is one size in the file, and gets {' and '.join(map(str, names))}")
+    renamed = {word: names.pop() for word, names in words.items() if len(names) == 1}
+    for mine, spec in zip(own, given, strict=True):
+        for dim, new in zip(mine.shape, spec.shape, strict=True):
+            if is_sum(dim) and _list_parts(new) != _list_parts(wanted := _substitute(dim, renamed)):
+                raise _refuse(own, given, f"; {dim} of {mine.name!r} is then {wanted}")
+    return renamed, texts
+
+
+def _refuse(own: Sequence[TensorSpec], given: Sequence[TensorSpec], why: str = "") -> SignatureError:
+    says, has = (", ".join(map(str, specs)) for specs in (given, own))
+    return SignatureError(
+        f"--input says {says}, and the file has {has}{why}",
+        "omit --input, or give all inputs with the file's dtypes and fixed sizes, and a word or a size for each open "
+        f"dimension, starting from {write_options(own)}",
+    )
+
+
+def _list_parts(dim: int | str) -> list[str]:
+    return sorted(str(dim).split("+"))
+
+
+def _substitute(dim: int | str, words: Mapping[str, int | str]) -> int | str:
+    """Replace the words of a dimension, those of a sum, too."""
+    if isinstance(dim, int):
+        return dim
+    return join_sum("+".join(str(words.get(part, part)) for part in dim.split("+")).split("+"))
+
+
+def _write(proto: "onnx.TensorShapeProto.Dimension", dim: int | str) -> None:
+    if isinstance(dim, int):
+        proto.dim_value = dim
+    else:
+        proto.dim_param = dim
+
+
+def name_outputs(path: Path, sizes: Mapping[str, int], draw: Callable[[Mapping[str, int]], Feeds]) -> tuple[str, ...]:
+    """Write the word into a dimension of an output whose size it follows, where the file has no word of the inputs.
+
+    The model is run for that at ``sizes``, and with each of them halved (1 doubled). Returns notes: what is not known,
+    and why.
+    """
+    model, signature = model_file.read(path), model_file.signature(path)
+    if all({*spec.symbols} <= sizes.keys() for spec in signature.outputs):
+        return ()
+    runs = [{**sizes, **changed} for changed in ({}, *({word: size // 2 or 2} for word, size in sizes.items()))]
+    try:
+        answers = [evaluator.run_graph(path, draw(each)) for each in runs]
+    except (ModelError, MissingCapability) as error:
+        why = error.message
+        if isinstance(error, ModelError):
+            why = f"the model refuses samples drawn at {format_sizes(sizes)}, or half of one; --shape gives other sizes"
+        unknown = "which dimensions of outputs follow those of --input is not known, and the first is read as the batch"
+        return (f"{unknown}: {why}",)
+    followed = {tuple(each[word] for each in runs): word for word in sizes}
+    for spec, value, *arrays in zip(signature.outputs, model.graph.output, *answers, strict=True):
+        for axis, proto in enumerate(value.type.tensor_type.shape.dim):
+            measured = tuple(array.shape[axis] if array.ndim > axis else -1 for array in arrays)
+            if not {*list_words(spec.shape[axis])} <= sizes.keys() and measured in followed:
+                _write(proto, followed[measured])
+    path.write_bytes(model.SerializeToString())
+    return ()
