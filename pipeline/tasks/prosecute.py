@@ -118,9 +118,8 @@ class Prosecute(EngineCheck):
         tried = f"{prosecution.attempts} inputs tried ({counts})"
         if finding is None:
             return Effect(file=RECORDS, summary=f"{tried}: none on which it is wrong", incomplete=prosecution.cut)
-        sentence, assumed = finding.sentence, samples.read(inputs["reference"].folder).assumed
-        rejected = f"{sentence}{samples.advise_sizes(assumed)}"
-        return Effect(file=RECORDS, summary=f"{tried}: {sentence}", rejected=rejected, incomplete=prosecution.cut)
+        sentence = finding.sentence
+        return Effect(file=RECORDS, summary=f"{tried}: {sentence}", rejected=sentence, incomplete=prosecution.cut)
 
     def _pass_over(self, search: InputSearch | None, error: EnginesmithError, out: Path) -> Effect:
         """Record why no input was tried, or no further one; the engine's own errors are findings."""
