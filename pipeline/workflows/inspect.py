@@ -44,6 +44,9 @@ def inspect(file: Path) -> Facts:
         UsageError: there is no such file, or its kind is not known.
         MissingCapability: a data set needs a package that is not installed.
     """
+    if str(file).startswith(("hf:", "timm:")):
+        remedy = f"make a file of it, and inspect that: enginesmith export {shlex.quote(str(file))} -o model.onnx"
+        raise UsageError(f"{file} is a model that has to be loaded, and inspect reads files", remedy)
     if not file.exists() and not describe.is_data(str(file)):
         raise UsageError(f"{file} does not exist", "check the path")
     if file.name == "fleet.json" or (file / "fleet.json").is_file():

@@ -240,3 +240,10 @@ def test_rows_whose_sizes_do_not_add_up_are_refused() -> None:
         DataError, match=r"'mask' has the shape \[3, 7\], expected \[samples, 8\]: past\+length = 5\+3 = 8"
     ):
         check_arrays("data", rows | {"mask": rows["mask"][:, :7]}, inputs)
+
+
+@pytest.mark.parametrize("model", ["hf:./my-bert", "timm:resnet18"])
+def test_a_model_that_is_no_file_is_refused_with_the_command_that_makes_one(model: str) -> None:
+    with pytest.raises(UsageError, match="is a model that has to be loaded") as error:
+        inspect(Path(model))
+    assert error.value.remedy.endswith(f"enginesmith export {model} -o model.onnx")
