@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from enginesmith.pipeline.errors import SourceError
-from enginesmith.pipeline.frameworks.torch import hugging_face
+from enginesmith.pipeline.frameworks.torch import hugging_face, hugging_face_inputs
 
 TEXT = {"vocab_size": 11, "max_position_embeddings": 8}
 VISION = SimpleNamespace(image_size=6, num_channels=1)
@@ -67,6 +67,39 @@ class Spectrogram(Model):
         return {}
 
 
+class Captions(Model):
+    main_input_name = "pixel_values"
+
+    def forward(  # type: ignore[override]
+        self, pixel_values: Tensor, input_ids: Tensor | None = None, decoder_input_ids: Tensor | None = None
+    ) -> dict[str, Any]:
+        return {}
+
+
+class Patches(Model):
+    main_input_name = "pixel_values"
+
+    def forward(  # type: ignore[override]
+        self,
+        pixel_values: Tensor,
+        pixel_attention_mask: Tensor | None = None,
+        spatial_shapes: Tensor | None = None,
+    ) -> dict[str, Any]:
+        return {}
+
+
+class Heard(Model):
+    def forward(  # type: ignore[override]
+        self, input_ids: Tensor, input_features: Tensor | None = None, is_longer: Tensor | None = None
+    ) -> dict[str, Any]:
+        return {}
+
+
+class Codes(Model):
+    def forward(self, input_ids: Tensor, decoder_input_ids: Tensor | None = None) -> dict[str, Any]:  # type: ignore[override]
+        return {}
+
+
 @pytest.mark.parametrize(
     ("module", "expected"),
     [
@@ -90,12 +123,58 @@ class Spectrogram(Model):
             Spectrogram(num_mel_bins=5, max_source_positions=7, is_encoder_decoder=True, vocab_size=9),
             ["input_features:float32:batch,5,14", "decoder_input_ids:int64:batch,decoder_sequence"],
         ),
+        (
+            Pictures(encoder=VISION, decoder=SimpleNamespace()),
+            ["pixel_values:float32:batch,1,6,6"],
+        ),
+        (
+            Pictures(backbone_config=SimpleNamespace(num_channels=4, image_size=[6, 8])),
+            ["pixel_values:float32:batch,4,6,8"],
+        ),
+        (
+            Towers(image_size=6, **TEXT),
+            [
+                "input_ids:int64:batch,sequence",
+                "attention_mask:int64:batch,sequence",
+                "pixel_values:float32:batch,3,6,6",
+            ],
+        ),
+        (
+            Captions(vision_config=VISION, text_config=SimpleNamespace(), **TEXT),
+            [
+                "input_ids:int64:batch,sequence",
+                "pixel_values:float32:batch,1,6,6",
+                "decoder_input_ids:int64:batch,decoder_sequence",
+            ],
+        ),
+        (
+            Captions(vision_config=VISION, text_config=SimpleNamespace(), image_token_id=3, **TEXT),
+            ["pixel_values:float32:batch,1,6,6"],
+        ),
+        (
+            Patches(vision_config=SimpleNamespace(num_patches=16, patch_size=2)),
+            [
+                "pixel_values:float32:batch,16,12",
+                "pixel_attention_mask:int64:batch,16",
+                "spatial_shapes:int64:batch,2",
+            ],
+        ),
+        (
+            Heard(audio_config=SimpleNamespace(spec_size=8, num_mel_bins=2, enable_fusion=True), **TEXT),
+            [
+                "input_ids:int64:batch,sequence",
+                "input_features:float32:batch,4,32,2",
+                "is_longer:bool:batch,1",
+            ],
+        ),
+        (Model(bbox_scale=100.0, **TEXT), ["input_ids:int64:batch,sequence", "bbox:float32:batch,sequence,4"]),
+        (Codes(num_codebooks=2, is_encoder_decoder=True, **TEXT), []),
         (Sound(), []),
         (Model(), []),
     ],
 )
 def test_example_inputs_fit_the_kind_of_model(module: nn.Module, expected: list[str]) -> None:
-    made = hugging_face.make_example(module)
+    made = hugging_face_inputs.make_example(module)
     assert [str(spec) for _, spec in made.values()] == expected
     assert all(len(values.shape) == len(spec.shape) and len(values) == 2 for values, spec in made.values())
 
@@ -104,12 +183,12 @@ def test_example_inputs_fit_the_kind_of_model(module: nn.Module, expected: list[
 def test_made_up_texts_have_as_many_ends_in_each_row_wherever_they_are_cut(length: int) -> None:
     """A head that judges by the token that ends a text needs one, and as many in each row."""
     config = {**TEXT, "max_position_embeddings": 64}
-    ids, _ = hugging_face.make_example(Model(**config, eos_token_id=10))["input_ids"]
+    ids, _ = hugging_face_inputs.make_example(Model(**config, eos_token_id=10))["input_ids"]
     ends = (ids == 10)[:, :length].sum(1)
     assert ends.tolist() == [1 + (length >= 16)] * 2
     assert len(ids.unique()) > 5
     for other in (None, 11, [9, 10]):  # none, one that the vocabulary lacks, several
-        drawn, _ = hugging_face.make_example(Model(**config, eos_token_id=other))["input_ids"]
+        drawn, _ = hugging_face_inputs.make_example(Model(**config, eos_token_id=other))["input_ids"]
         assert (drawn == 10).sum() < ids.numel() / 4
 
 
@@ -122,8 +201,8 @@ def test_a_head_that_judges_a_text_gives_it_to_the_decoder_itself() -> None:
         pass
 
     config = {**TEXT, "is_encoder_decoder": True}
-    assert list(hugging_face.make_example(Whole(**config))) == ["input_ids", "decoder_input_ids"]
-    assert list(hugging_face.make_example(BartForSequenceClassification(**config))) == ["input_ids"]
+    assert list(hugging_face_inputs.make_example(Whole(**config))) == ["input_ids", "decoder_input_ids"]
+    assert list(hugging_face_inputs.make_example(BartForSequenceClassification(**config))) == ["input_ids"]
 
 
 @pytest.mark.parametrize(
@@ -160,29 +239,52 @@ def test_weights_are_put_back_where_the_model_fails_with_others() -> None:
     assert not model.mask.any()
 
 
-def test_what_the_model_takes_leaves_out_what_is_for_training() -> None:
-    assert list(hugging_face.list_inputs(Model())) == ["input_ids", "bbox"]
-    assert list(hugging_face.list_inputs(Pictures())) == ["pixel_values", "pixel_mask"]
-    assert list(hugging_face.list_inputs(Bare())) == ["pixel_values", "task_inputs"]
+def test_all_tensors_may_be_named_and_those_that_are_made_from_others_are_not_offered() -> None:
+    assert list(hugging_face_inputs.list_inputs(Model())) == ["input_ids", "bbox"]
+    assert list(hugging_face_inputs.list_inputs(Pictures())) == ["pixel_values", "pixel_mask", "attention_mask"]
+    assert list(hugging_face_inputs.list_usual_inputs(Pictures())) == ["pixel_values", "pixel_mask"]
+    assert list(hugging_face_inputs.list_inputs(Bare())) == ["pixel_values", "task_inputs"]
+
+
+def test_an_input_is_no_target_of_training_because_of_its_name() -> None:
+    class Points(Model):
+        def forward(  # type: ignore[override]
+            self,
+            input_ids: Tensor,
+            input_labels: Tensor | None = None,
+            position_ids: Tensor | None = None,
+            inputs_embeds: Tensor | None = None,
+            question_positions: Tensor | None = None,
+            mask_labels: list[Tensor] | None = None,
+            end_positions: Tensor | None = None,
+            encoder_outputs: tuple[Tensor] | None = None,
+            cache=None,  # type: ignore[no-untyped-def]
+            tokens=None,  # type: ignore[no-untyped-def]
+        ) -> None:
+            pass
+
+    derived = ["position_ids", "inputs_embeds", "question_positions", "tokens"]
+    assert list(hugging_face_inputs.list_inputs(Points())) == ["input_ids", "input_labels", *derived]
+    assert list(hugging_face_inputs.list_usual_inputs(Points())) == ["input_ids", "input_labels"]
 
 
 def test_a_text_of_no_limit_has_the_usual_length() -> None:
-    ids, _ = hugging_face.make_example(Model(**TEXT | {"max_position_embeddings": -1}))["input_ids"]
+    ids, _ = hugging_face_inputs.make_example(Model(**TEXT | {"max_position_embeddings": -1}))["input_ids"]
     assert ids.shape == (2, 32)
 
 
 @pytest.mark.parametrize("config", [{"image_size": "any"}, {"image_size": -6}, {}])
 def test_no_example_is_made_of_a_configuration_of_another_form(config: dict[str, Any]) -> None:
-    assert hugging_face.make_example(Pictures(num_channels=-1, **config)) == {}
+    assert hugging_face_inputs.make_example(Pictures(num_channels=-1, **config)) == {}
 
 
 @pytest.mark.parametrize("main", [["pixel_values", "task_inputs"], "pixel_values", "input_ids"])
 def test_there_is_no_example_where_one_of_the_inputs_is_not_known(main: str | list[str]) -> None:
     module = Bare(image_size=6, num_channels=1)
     module.main_input_name = main  # type: ignore[assignment]
-    assert hugging_face.make_example(module) == {}
+    assert hugging_face_inputs.make_example(module) == {}
     with pytest.raises(SourceError, match="for Bare, which takes pixel_values, task_inputs\n"):
-        raise hugging_face.explain_unknown(module)
+        raise hugging_face_inputs.explain_unknown(module)
 
 
 def test_an_input_that_is_not_the_main_one_of_its_family_is_known() -> None:
@@ -190,7 +292,7 @@ def test_an_input_that_is_not_the_main_one_of_its_family_is_known() -> None:
         def forward(self, pixel_values, mask: Tensor | None = None, **more: Any) -> None:  # type: ignore[no-untyped-def, override]
             pass
 
-    assert list(hugging_face.make_example(Tower(image_size=6, num_channels=1))) == ["pixel_values"]
+    assert list(hugging_face_inputs.make_example(Tower(image_size=6, num_channels=1))) == ["pixel_values"]
 
 
 def test_a_model_that_cannot_be_called_is_refused_with_its_parts() -> None:
@@ -201,6 +303,30 @@ def test_a_model_that_cannot_be_called_is_refused_with_its_parts() -> None:
     with pytest.raises(SourceError, match="Speaker has no forward") as error:
         hugging_face.check_callable(Speaker())
     assert "one of its parts (body, head) with its inputs" in error.value.remedy
+
+
+def test_a_model_of_two_texts_has_the_example_of_the_one_that_it_reads() -> None:
+    class Ambiguous(SimpleNamespace):
+        def get_text_config(self, *, decoder: bool | None = None, encoder: bool | None = None) -> Any:
+            if decoder == encoder:
+                raise ValueError("which of the two?")
+            return SimpleNamespace(vocab_size=9 if decoder else 11, pad_token_id=1)
+
+    class TextForSequenceClassification(Model):
+        pass
+
+    module = TextForSequenceClassification()
+    module.config = Ambiguous()
+    assert hugging_face_inputs.find_text_config(module.config).vocab_size == 11
+    assert hugging_face_inputs.find_text_config(module.config, decodes=True).vocab_size == 9
+    assert hugging_face.advise(module) == ""
+
+
+def test_boxes_that_the_model_scales_are_shares_of_the_page() -> None:
+    boxes, _ = hugging_face_inputs.make_example(Model(bbox_scale=100.0, **TEXT))["bbox"]
+    assert boxes.min() >= 0
+    assert boxes.max() <= 1
+    assert (boxes[..., :2] < boxes[..., 2:]).all()
 
 
 def test_a_classifier_of_texts_without_a_token_that_fills_them_is_told_to_name_one() -> None:

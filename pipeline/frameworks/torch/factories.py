@@ -22,7 +22,7 @@ from enginesmith.models import MODELS
 from enginesmith.pipeline.errors import MissingCapability, SourceError, broken_package, install_command
 from enginesmith.pipeline.frameworks.onnx import evaluator
 from enginesmith.pipeline.frameworks.source import TORCHSCRIPT_REMEDY, Source
-from enginesmith.pipeline.frameworks.torch import file_tracking, hugging_face
+from enginesmith.pipeline.frameworks.torch import file_tracking, hugging_face, hugging_face_inputs
 from enginesmith.pipeline.frameworks.torch.attributes import UNKNOWN, Attributes, digest_attributes
 from enginesmith.pipeline.tensors import BATCH, TensorSpec, join_sum
 
@@ -49,6 +49,8 @@ class Built:
     notes: tuple[str, ...] = ()
     takes: tuple[str, ...] = ()
     """Inputs that ``--input`` may name beside those of the example, or in their place: they are drawn."""
+    usual: tuple[str, ...] = ()
+    """Those of them that are not made from others where they are left out."""
     class_names: tuple[str, ...] = ()
     """Names of the classes that the model tells apart, by number, where it has some."""
     attributes: Attributes = UNKNOWN
@@ -212,13 +214,18 @@ def _hf(source: Source) -> Built:
         module, missing, notes = hugging_face.load_model(transformers, source.target)
     module.eval()
     hugging_face.check_callable(module)
-    inputs = hugging_face.make_example(module)
+    inputs = hugging_face_inputs.make_example(module)
     example = {name: values for name, (values, _) in inputs.items()}
     notes += hugging_face.check_missing(module, example, missing)
-    specs, takes = tuple(spec for _, spec in inputs.values()), tuple(hugging_face.list_inputs(module))
-    advice, class_names = hugging_face.advise(module), hugging_face.name_classes(module.config)
     return Built(
-        module, example or None, specs, notes=tuple(notes), takes=takes, remedy=advice, class_names=class_names
+        module,
+        example or None,
+        tuple(spec for _, spec in inputs.values()),
+        notes=tuple(notes),
+        takes=tuple(hugging_face_inputs.list_inputs(module)),
+        usual=tuple(hugging_face_inputs.list_usual_inputs(module)),
+        class_names=hugging_face.name_classes(module.config),
+        remedy=hugging_face.advise(module),
     )
 
 

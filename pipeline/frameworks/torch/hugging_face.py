@@ -1,8 +1,7 @@
-"""Hugging Face models: the class that a configuration names, with all of its weights, and inputs that fit it."""
+"""Hugging Face models: the class that a configuration names, with all of its weights."""
 
 import contextlib
-import inspect
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -10,22 +9,9 @@ from torch import Tensor, nn
 from torch.utils import _pytree
 
 from enginesmith.pipeline.errors import SourceError
-from enginesmith.pipeline.tensors import TensorSpec
+from enginesmith.pipeline.frameworks.torch.hugging_face_inputs import FACTORY, find_text_config
 
-Example = dict[str, tuple[Tensor, TensorSpec]]
-"""By name of the input."""
-
-_ROWS, _SEQUENCE, _SAMPLES, _PIXELS = 2, 32, 16_000, 224
 _LISTED = 5
-_READS_TEXT_ITSELF = ("ForSequenceClassification", "ForQuestionAnswering")
-"""Ends of the names of classes whose decoder, if there is one, reads the text that the encoder reads."""
-_FACTORY = "a file.py with a factory that returns (module, example_inputs)"
-_NOT_GIVEN = {
-    *("position_ids", "decoder_position_ids", "decoder_attention_mask", "head_mask", "logits_to_keep"),
-    *("encoder_outputs", "encoder_hidden_states", "encoder_attention_mask", "future_values", "mems", "cache"),
-}
-"""Inputs that are made from others, or that are for training and decoding."""
-_NOT_GIVEN_ENDS = ("labels", "embeds", "embeddings", "_positions")
 
 
 def load_model(transformers: Any, target: str) -> tuple[nn.Module, list[str], list[str]]:
@@ -49,9 +35,9 @@ def load_model(transformers: Any, target: str) -> tuple[nn.Module, list[str], li
         own = hasattr(config, "auto_map")
         raise SourceError(
             f"its config.json names the class {named}, which transformers {transformers.__version__} does not have",
-            f"code that comes with a model is not run: write {_FACTORY}"
+            f"code that comes with a model is not run: write {FACTORY}"
             if own
-            else f"install a version of transformers that has it, or write {_FACTORY}",
+            else f"install a version of transformers that has it, or write {FACTORY}",
         )
     module, report = model_class.from_pretrained(
         name, config=config, dtype="float32", output_loading_info=True, **options
@@ -111,7 +97,7 @@ def check_missing(module: nn.Module, example: Mapping[str, Tensor], missing: Col
         raise SourceError(
             f"no file holds these weights of {named}; they are drawn at random, and so would be {', '.join(changed)}",
             "give a folder with all weights of the class that its config.json names (architectures), name another "
-            f"class there, or write {_FACTORY}",
+            f"class there, or write {FACTORY}",
         )
     return [f"no file holds these weights of {named}; no output depends on them"]
 
@@ -119,59 +105,6 @@ def check_missing(module: nn.Module, example: Mapping[str, Tensor], missing: Col
 def _answer(module: nn.Module, example: Mapping[str, Tensor]) -> dict[str, list[Tensor]]:
     leaves = {name: _pytree.tree_leaves(value) for name, value in module(**example).items()}
     return {name: [leaf for leaf in parts if isinstance(leaf, Tensor)] for name, parts in leaves.items()}
-
-
-def make_example(module: nn.Module) -> Example:
-    """Make example inputs: text, pictures, both for models of two towers, sound, series; empty where none are known."""
-    with contextlib.suppress(AttributeError, TypeError, ValueError, RuntimeError):  # a configuration of another form
-        return _make_example(module)
-    return {}
-
-
-def _make_example(module: nn.Module) -> Example:
-    config: Any = module.config
-    accepted = inspect.signature(module.forward).parameters
-    required = {name for name, value in accepted.items() if _is_required(value)}
-    required |= accepted.keys() & _list_main_inputs(module)
-    towers = hasattr(config, "vision_config") and not any(
-        hasattr(config, name) for name in ("image_token_id", "image_token_index")
-    )
-    example: Example = {}
-    if "input_ids" in required:
-        example |= _make_text(config)
-    if "pixel_values" in required or (towers and example):
-        example |= _make_pictures(config)
-    for sound in required & {"input_values", "input_features"}:
-        example |= _make_sound(config, sound)
-    if "past_values" in required:
-        example |= _draw("past_values", ("batch", config.context_length, config.num_input_channels))
-    if not required or not required <= example.keys():
-        return {}
-    decodes = getattr(config, "is_encoder_decoder", False) and not type(module).__name__.endswith(_READS_TEXT_ITSELF)
-    if decodes and "decoder_input_ids" in accepted:
-        example |= _make_tokens("decoder_input_ids", config, "decoder_sequence")
-    return {name: entry for name, entry in example.items() if name in accepted}
-
-
-def list_inputs(module: nn.Module) -> Iterator[str]:
-    """List the tensors that the model takes beside those for training and those that are made from others."""
-    by_pictures = _list_main_inputs(module) >= {"pixel_values"}  # of which none is longer than another
-    left_out = _NOT_GIVEN | ({"attention_mask"} if by_pictures else set())
-    for name, value in inspect.signature(module.forward).parameters.items():
-        unknown = _is_required(value) and value.annotation is inspect.Parameter.empty
-        is_made = name in left_out or name.endswith(_NOT_GIVEN_ENDS)
-        if ("Tensor" in str(value.annotation) or unknown) and not is_made:
-            yield name
-
-
-def _list_main_inputs(module: nn.Module) -> set[str]:
-    names = getattr(module, "main_input_name", "input_ids")
-    return {names} if isinstance(names, str) else {*names}
-
-
-def _is_required(parameter: inspect.Parameter) -> bool:
-    is_one = parameter.kind not in (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
-    return is_one and parameter.default is inspect.Parameter.empty
 
 
 def check_callable(module: nn.Module) -> None:
@@ -184,90 +117,19 @@ def check_callable(module: nn.Module) -> None:
         parts = [name for name, part in module.named_children() if type(part).forward is not nn.Module.forward]
         raise SourceError(
             f"{type(module).__name__} has no forward, so that it cannot be called as a module",
-            f"give one of its parts ({_list_names(parts)}) with its inputs: write {_FACTORY}",
+            f"give one of its parts ({_list_names(parts)}) with its inputs: write {FACTORY}",
         )
 
 
 def advise(module: nn.Module) -> str:
     """Write what to do where a model does not run, if its configuration lacks what it needs; else nothing."""
-    lacks = getattr(_text_config(module.config), "pad_token_id", None) is None
-    if not (lacks and type(module).__name__.endswith("ForSequenceClassification")):
+    judges = type(module).__name__.endswith("ForSequenceClassification")
+    if not judges or getattr(find_text_config(module.config), "pad_token_id", None) is not None:
         return ""
     return (
         "without a pad_token_id, it takes one text at a time: set it in config.json, to the number of the token that "
         "fills up shorter texts; or fix the batch, with --input input_ids:int64:1,sequence"
     )
-
-
-def explain_unknown(module: nn.Module) -> SourceError:
-    """Say that no example is known for a model, and what may be given."""
-    names = ", ".join(list_inputs(module))
-    return SourceError(
-        f"no example inputs are known for {type(module).__name__}, which takes {names}",
-        f"give the inputs with --input name:dtype:batch,…, or write {_FACTORY}",
-    )
-
-
-def _make_text(config: Any) -> Example:
-    text = _text_config(config)
-    example = _make_tokens("input_ids", config, "sequence")
-    values, spec = example["input_ids"]
-    others = {"attention_mask": torch.ones_like(values)}
-    if getattr(text, "type_vocab_size", 0) > 1:
-        others["token_type_ids"] = torch.zeros_like(values)
-    example |= {name: (value, spec.model_copy(update={"name": name})) for name, value in others.items()}
-    boxes = torch.zeros((*values.shape, 4), dtype=torch.int64)  # left, top, right, bottom in documents' models
-    return example | {"bbox": (boxes, TensorSpec(name="bbox", dtype="int64", shape=(*spec.shape, 4)))}
-
-
-def _make_tokens(name: str, config: Any, dimension: str) -> Example:
-    """Draw tokens; the one that ends a text, where there is one, is at the same places in each row.
-
-    Heads that judge by it need as many in each row, in texts that are cut, too: it comes first, and at the end of half.
-    """
-    text, decodes = _text_config(config), name == "decoder_input_ids"
-    most = getattr(text, "max_target_positions" if decodes else "max_position_embeddings", None) or _SEQUENCE
-    length, generator = min(_SEQUENCE, most) if most > 0 else _SEQUENCE, torch.Generator().manual_seed(int(decodes))
-    values = torch.randint(0, text.vocab_size, (_ROWS, length), generator=generator)
-    end = getattr(text, "eos_token_id", None)
-    if isinstance(end, int) and 0 <= end < text.vocab_size:
-        values[values == end] = (end + 1) % text.vocab_size
-        values[:, [0, length // 2 - 1]] = end
-    return {name: (values, TensorSpec(name=name, dtype="int64", shape=("batch", dimension)))}
-
-
-def _text_config(config: Any) -> Any:
-    return config.get_text_config() if hasattr(config, "get_text_config") else config
-
-
-def _make_pictures(config: Any) -> Example:
-    vision = getattr(config, "vision_config", config)
-    size = getattr(vision, "image_size", None) or _PIXELS
-    height, width = (size, size) if isinstance(size, int) else tuple(size)
-    return _draw("pixel_values", ("batch", getattr(vision, "num_channels", 3), height, width))
-
-
-def _make_sound(config: Any, name: str) -> Example:
-    """Make a second of sound at 16 kHz, or as many frames of a spectrogram as the model takes."""
-    bands = getattr(config, "num_mel_bins", None)
-    if name == "input_features" and bands and hasattr(config, "max_source_positions"):
-        return _draw(
-            name, ("batch", bands, 2 * config.max_source_positions)
-        )  # two convolutions halve it, as in Whisper
-    if name == "input_features" and hasattr(config, "feature_projection_input_dim"):
-        return _draw(name, ("batch", "time", config.feature_projection_input_dim))
-    if name == "input_values" and bands and hasattr(config, "frequency_stride"):
-        return _draw(name, ("batch", config.max_length, bands))
-    if name == "input_values" and hasattr(config, "conv_stride"):
-        return _draw(name, ("batch", "time"))
-    return {}
-
-
-def _draw(name: str, shape: tuple[int | str, ...]) -> Example:
-    time = _SAMPLES if len(shape) == len(("batch", "time")) else 2 * _SEQUENCE
-    sizes = [{"batch": _ROWS, "time": time}[dim] if isinstance(dim, str) else dim for dim in shape]
-    values = torch.randn(sizes, generator=torch.Generator().manual_seed(0))
-    return {name: (values, TensorSpec(name=name, dtype="float32", shape=shape))}
 
 
 def _list_names(names: list[str]) -> str:

@@ -11,7 +11,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
 
-import numpy as np
 import torch
 from pydantic import BaseModel, Field
 from torch import Tensor, nn
@@ -20,7 +19,7 @@ from enginesmith.pipeline.errors import ShapeError, SignatureError, SourceError,
 from enginesmith.pipeline.frameworks import processing
 from enginesmith.pipeline.frameworks.processing import ProcessingRequest
 from enginesmith.pipeline.frameworks.source import Source
-from enginesmith.pipeline.frameworks.torch import factories, hugging_face
+from enginesmith.pipeline.frameworks.torch import examples, factories
 from enginesmith.pipeline.frameworks.torch.dims import (
     choose_specs,
     default_specs,
@@ -33,7 +32,7 @@ from enginesmith.pipeline.frameworks.torch.dims import (
 from enginesmith.pipeline.frameworks.torch.file_tracking import track_files
 from enginesmith.pipeline.frameworks.torch.processing import Extension, make_raw_example
 from enginesmith.pipeline.frameworks.torch.surgery import named_tensors
-from enginesmith.pipeline.tensors import BATCH, Feeds, Signature, TensorSpec, check_feeds, is_sum, read_sizes
+from enginesmith.pipeline.tensors import Feeds, Signature, TensorSpec, check_feeds, read_sizes
 
 
 @contextlib.contextmanager
@@ -52,8 +51,6 @@ def by_operators() -> Iterator[None]:
 
 _UNNAMED = re.compile(r"input_\d+")
 """Names of inputs that have none: the module takes ``*args``."""
-_DRAWN_ROWS, _DRAWN_SIZE = 2, 8
-"""Sizes of inputs that are drawn: along the batch, and along other dynamic dimensions whose size is not known."""
 
 
 class LoadOptions(BaseModel, frozen=True):
@@ -254,7 +251,7 @@ def load(source: Source, options: LoadOptions, read_rows: RowReader | None = Non
     if read_rows and specs and built.is_made_up:
         rows, read = read_rows(specs)
         example = {name: torch.from_numpy(value) for name, value in rows.items()}
-        built = dataclasses.replace(built, example=example, origin="the first samples of the data")
+        built = dataclasses.replace(built, example=example, takes=(), origin="the first samples of the data")
     with track_files(options.allow_pickle) as running:
         loaded = _infer_signature(source, _describe_core(options, built), built)
         if options.processing:
@@ -275,7 +272,7 @@ def _describe_core(options: LoadOptions, built: factories.Built) -> LoadOptions:
         return options
     own = {spec.name: spec for spec in built.inputs}
     if not own and built.example is not None:
-        example, _ = _make_example(built, options)
+        example, _ = examples.make_example(built, options.inputs, options.sizes)
         own = {spec.name: spec for spec in default_specs(example)}
     core = processing.describe_core(options.inputs, options.processing, own)
     return options.model_copy(update={"inputs": core})
@@ -301,7 +298,7 @@ def extend(loaded: LoadedModel, options: LoadOptions) -> LoadedModel:
 
 
 def _infer_signature(source: Source, options: LoadOptions, built: factories.Built) -> LoadedModel:
-    example, drawn = _make_example(built, options)
+    example, drawn = examples.make_example(built, options.inputs, options.sizes)
     specs, moved = options.inputs or built.inputs or default_specs(example), ""
     try:
         dtypes = input_dtypes(example)
@@ -311,7 +308,9 @@ def _infer_signature(source: Source, options: LoadOptions, built: factories.Buil
         message = f"the example input does not fit what {origin} says: {error.message}"
         raise SignatureError(message, "make the two agree") from error
     module, sizes = NamedForward(built.module, tuple(example), ()), _tensor_sizes(built.module)
-    origin, remedy = _describe_drawn(drawn) if drawn else (built.origin, factories.REMEDY)
+    origin, remedy = built.origin, factories.REMEDY
+    if built.is_made_up:
+        origin, remedy = examples.describe_made_up(built, specs, example, drawn)
     remedy = built.remedy or remedy
     with factories.user_errors(f"running the model on {origin}", None, remedy), torch.inference_mode():
         given = [value.clone() for value in example.values()]
@@ -334,9 +333,9 @@ def _infer_signature(source: Source, options: LoadOptions, built: factories.Buil
     if not specs_given:
         specs, moved = choose_specs(module, example, len(outputs))
     signature, notes = infer_dims(module, specs, example, outputs, specs_given)
-    notes += [*built.notes, *([moved] if moved else []), *_note_guessed(drawn, options)]
+    notes += [*built.notes, *([moved] if moved else []), *examples.note_guessed(drawn, options.sizes)]
     notes += [] if specs_given else explain_no_batch(module, signature, example)
-    if others := ", ".join(name for name in built.takes if name not in example):
+    if others := ", ".join(name for name in built.usual if name not in example):
         notes.append(
             f"inputs that are left out, so that their defaults hold: {others}; --input, for all inputs, adds some"
         )
@@ -432,88 +431,6 @@ def describe_structure(value: Any, names: Mapping[int, str]) -> Any:
     return {name: describe_structure(item, names) for name, item in items.items()} or None
 
 
-def _make_example(built: factories.Built, options: LoadOptions) -> tuple[dict[str, Tensor], dict[str, int]]:
-    """Bring the factory's example inputs in the order of the specifications; without any they are drawn.
-
-    Returns also the size that was chosen for each dynamic dimension of those that are drawn.
-
-    Raises:
-        SourceError: there are neither, or one is no tensor.
-        SignatureError: they are called otherwise than ``--input`` says.
-    """
-    specs = options.inputs or built.inputs
-    names = tuple(spec.name for spec in specs)
-    if built.example is None:
-        if not names and built.takes:
-            raise hugging_face.explain_unknown(built.module)
-        if not names:
-            remedy = "return (module, example_inputs) from it, or add --input name:dtype:batch,3,224,224"
-            raise SourceError("the factory gives no example inputs", remedy)
-        sizes = _choose_sizes(specs, options.sizes)
-        return {spec.name: _draw(spec, sizes) for spec in specs}, sizes
-    example, drawn = _name_inputs(built, names), dict[str, int]()
-    if names and set(names) <= set(built.takes):
-        fitting = [spec for spec in specs if _has_sizes(example.get(spec.name), spec)]
-        alone = [spec for spec in fitting if not any(map(is_sum, spec.shape))]
-        known = read_sizes(alone, example)
-        sizes = _choose_sizes(specs, options.sizes) | known
-        fitting = [spec for spec in fitting if spec in alone or example[spec.name].shape == spec.resolve(sizes)]
-        example = {spec.name: example[spec.name] if spec in fitting else _draw(spec, sizes) for spec in specs}
-        words = (word for spec in specs if spec not in fitting for word in spec.symbols)
-        drawn = {word: sizes[word] for word in words if word not in known}
-    if names and set(names) != set(example):
-        message = f"--input names {', '.join(names)}, and the example inputs are {', '.join(example)}"
-        raise SignatureError(message, f"it takes {', '.join(built.takes)}" if built.takes else "use the same names")
-    for name, value in example.items():
-        example[name] = torch.from_numpy(value) if isinstance(value, np.ndarray) else value
-        if not isinstance(example[name], Tensor):
-            raise SourceError(
-                f"the example input {name!r} is a {type(value).__name__}, not a tensor",
-                "wrap the model so that its inputs are tensors, and fix the rest inside the wrapper",
-            )
-    return {name: example[name] for name in names or example}, drawn
-
-
-def _describe_drawn(sizes: Mapping[str, int]) -> tuple[str, str]:
-    """Name inputs that were drawn with these sizes, and what to do where the model does not take them."""
-    words = ", ".join(f"{dim} = {size}" for dim, size in sizes.items())
-    options = " ".join(f"--shape {dim}=MIN:OPT:MAX" for dim in sizes if dim != BATCH)
-    other = f"inputs are drawn with the usual size, OPT, of {options}: give one that it takes; or " if options else ""
-    return f"inputs that were drawn ({words})", f"{other}return (module, example_inputs) from a factory in a file.py"
-
-
-def _note_guessed(drawn: Mapping[str, int], options: LoadOptions) -> Iterator[str]:
-    for dim, size in drawn.items():
-        if dim != BATCH and dim not in options.sizes:
-            yield f"inputs were drawn with {dim} = {size}: --shape {dim}=MIN:OPT:MAX gives the size that is usual, OPT"
-
-
-def _has_sizes(value: Any, spec: TensorSpec) -> bool:
-    """Tell whether an example has the fixed sizes that ``--input`` gives it, if there is one."""
-    shape = None if value is None else tuple(value.shape)
-    return (
-        shape is not None
-        and len(shape) == len(spec.shape)
-        and all(isinstance(dim, str) or dim == size for dim, size in zip(spec.shape, shape, strict=True))
-    )
-
-
-def _name_inputs(built: factories.Built, names: tuple[str, ...]) -> dict[str, Any]:
-    """Return the example by input name, whatever form the factory gave it in."""
-    value = built.example
-    if isinstance(value, Mapping):
-        return dict(value)
-    values = list(value) if isinstance(value, (tuple, list)) else [value]
-    if len(values) == len(names):
-        return dict(zip(names, values, strict=True))
-    kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
-    given = inspect.signature(built.module.forward).parameters
-    parameters = [name for name, value in given.items() if value.kind in kinds]
-    if len(values) > len(parameters):
-        parameters = [f"input_{index}" for index in range(len(values))]  # as _UNNAMED says
-    return dict(zip(parameters, values, strict=False))
-
-
 def _takes_keywords(module: nn.Module, names: tuple[str, ...]) -> bool:
     parameters = inspect.signature(module.forward).parameters
     allowed = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
@@ -522,22 +439,3 @@ def _takes_keywords(module: nn.Module, names: tuple[str, ...]) -> bool:
         parameters[name].kind in allowed if name in parameters else open_ended and not _UNNAMED.fullmatch(name)
         for name in names
     )
-
-
-def _choose_sizes(specs: Sequence[TensorSpec], usual: Mapping[str, int]) -> dict[str, int]:
-    """Choose two rows, where a word is the batch or leads an input, and ``usual`` sizes, else eight, for others.
-
-    The batch has two rows whatever is usual: one row does not show what becomes of others, and many take long.
-    """
-    leading = {BATCH, *(spec.shape[0] for spec in specs if spec.shape)}
-    sizes = {word: _DRAWN_ROWS if word in leading else _DRAWN_SIZE for spec in specs for word in spec.symbols}
-    return {word: size if word == BATCH else usual.get(word, size) for word, size in sizes.items()}
-
-
-def _draw(spec: TensorSpec, sizes: Mapping[str, int]) -> Tensor:
-    """Draw a feed of these sizes: normal floats, and else zeros and ones."""
-    generator, shape = torch.Generator().manual_seed(0), spec.resolve(sizes)
-    dtype = getattr(torch, spec.dtype)
-    if dtype.is_floating_point:
-        return torch.randn(shape, generator=generator, dtype=torch.float32).to(dtype)
-    return torch.randint(0, 2, shape, generator=generator).to(dtype)
