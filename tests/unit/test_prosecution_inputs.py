@@ -75,6 +75,30 @@ def test_a_search_of_a_few_inputs_has_some_of_each_family() -> None:
     assert first[1].note == "mask: nothing in the first row"
 
 
+def test_zeros_in_all_floats_of_the_largest_batch_come_first_after_a_sample() -> None:
+    """As silence is, or a black picture; zero may be outside of what samples have."""
+    inputs = (spec("x", "float32", "batch", 6), spec("scale", "float32", 2), *TOKENS.signature.inputs[:1])
+    mask = spec("mask", "float32", "batch", 6)
+    feeds = {
+        "x": RNG.uniform(1, 2, (2, 6)).astype(np.float32),
+        "scale": np.array([3, 4], np.float32),
+        "ids": TOKENS.samples[0]["ids"],
+        "mask": np.ones((2, 6), np.float32),
+    }
+    form = Signature(inputs=(*inputs, mask), outputs=SIGNATURE.outputs)
+    ranges = {**TOKENS.ranges, "batch": ShapeRange.parse("1:2:4")}
+    sample, zeros = itertools.islice(generate(InputSpace(form, ranges, [feeds]), 0), 2)
+    assert (sample.walk, zeros.walk, zeros.usual) == ("samples", "values", False)
+    assert zeros.note == "batch 4, length 8, x, scale: all zeros"
+    assert zeros.feeds["x"].shape == (4, 6)
+    assert not zeros.feeds["x"].any()
+    assert not zeros.feeds["scale"].any()
+    assert zeros.feeds["mask"].all()
+    assert zeros.feeds["ids"].min() >= 3
+    fixed = InputSpace(Signature(inputs=inputs[1:2], outputs=SIGNATURE.outputs), {}, [{"scale": feeds["scale"]}])
+    assert next(itertools.islice(generate(fixed, 0), 1, None)).note == "scale: all zeros"
+
+
 def test_a_mask_of_what_is_padding_is_emptied_by_ones() -> None:
     padding = [{**feeds, "mask": feeds["mask"] == 0} for feeds in TOKENS.samples]
     signature = TOKENS.signature.model_copy(

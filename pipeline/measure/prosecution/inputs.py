@@ -108,6 +108,7 @@ def generate(space: InputSpace, seed: int) -> Iterator[Attempt]:
     rng = np.random.default_rng(seed)
     given = (Attempt(SAMPLES, f"sample {index}", dict(feeds), True) for index, feeds in enumerate(space.samples))
     yield next(given)
+    yield from _zero_floats(space, rng)
     walks = [_walk_padding(space, rng), _walk_sizes(space, rng), _walk_values(space, rng), given, _mutate(space, rng)]
     while walks:
         for walk in list(walks):
@@ -188,6 +189,19 @@ def _fits(space: InputSpace, sizes: Mapping[str, int]) -> bool:
 
 
 # Values
+
+
+def _zero_floats(space: InputSpace, rng: np.random.Generator) -> Iterator[Attempt]:
+    """Set all floats that are no masks to zero, as silence and black pictures are, in the largest batch."""
+    sizes = space.usual_sizes()
+    if space.batch and _fits(space, largest := {**sizes, space.batch: space.ranges[space.batch].max}):
+        sizes = largest
+    feeds = make_feeds(space, sizes, rng)
+    names = [name for name, value in feeds.items() if value.dtype.kind == "f" and name not in space.kept]
+    if names:
+        feeds |= {name: np.zeros_like(feeds[name]) for name in names}
+        note = f"{', '.join(names)}: all zeros"
+        yield Attempt("values", f"{format_sizes(sizes)}, {note}" if sizes else note, feeds, False)
 
 
 def _walk_values(space: InputSpace, rng: np.random.Generator) -> Iterator[Attempt]:
