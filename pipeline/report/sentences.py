@@ -168,10 +168,12 @@ def _describe_search(run: Run) -> Iterator[str]:
 
 
 def _describe_prosecution(run: Run) -> Iterator[str]:
-    """Tell which workarounds were added, how many other inputs were tried, and which variants are wrong on one."""
+    """Tell which workarounds were added, which inputs were tried and excused, and which variants are wrong on one."""
     yield from (workaround.sentence for workaround in run.workarounds)
     given = [(record.id, record.prosecution) for record in run.requested if record.prosecution]
     yield from (f"{name}: {prosecution.reason}" for name, prosecution in given if prosecution.reason)
+    right = ((name, prosecution) for name, prosecution in given if not prosecution.finding)
+    yield from (f"{name}: {prosecution.caution}" for name, prosecution in right if prosecution.caution)
     ends = {step.variant: step for step in run.steps if step.kind == "prosecute"}
     ends = {each.id: ends[each.id] for each in run.requested if each.status == "measured" and each.id in ends}
     for name, step in ends.items():

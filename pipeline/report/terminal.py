@@ -162,7 +162,7 @@ def show_prosecution(result: Any, as_json: bool) -> None:
     walks = ", ".join(f"{name} {count}" for name, count in tried.walks.items())
     click.echo(f"{result.subject}: {tried.attempts} inputs tried ({walks})")
     if tried.finding is None:
-        click.echo("none was found on which it is wrong")
+        _print_lines(("none was found on which it is wrong", *filter(None, (tried.caution,))))
         return
     click.echo(tried.finding.sentence)
     if tried.finding.unreduced:

@@ -8,7 +8,7 @@ import shlex
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from pydantic import BaseModel, Field, SerializeAsAny
 
@@ -106,10 +106,8 @@ class Prosecute(EngineCheck):
                 seconds = min(budget, (ends_at - time.monotonic()) / 2)  # for the graph, and again for an option
                 known = Stages(stages, self.engine, self.device, seconds, truth)
                 finding = locate_fault(known, search.shrink(shown), out / EVIDENCE)
-        prosecution = Prosecution(
-            seconds=self.seconds,
-            attempts=search.attempts,
-            walks=search.walked,
+        prosecution = self._record(
+            search,
             finding=finding,
             cut=seconds < budget and not (finding and finding.option),  # with an option, nothing is left to look for
         )
@@ -117,16 +115,25 @@ class Prosecute(EngineCheck):
         counts = ", ".join(f"{count} {name}" for name, count in prosecution.walks.items())
         tried = f"{prosecution.attempts} inputs tried ({counts})"
         if finding is None:
-            return Effect(file=RECORDS, summary=f"{tried}: none on which it is wrong", incomplete=prosecution.cut)
+            caution = f"; {prosecution.caution}" if prosecution.caution else ""
+            summary = f"{tried}: none on which it is wrong{caution}"
+            return Effect(file=RECORDS, summary=summary, incomplete=prosecution.cut)
         sentence = finding.sentence
         return Effect(file=RECORDS, summary=f"{tried}: {sentence}", rejected=sentence, incomplete=prosecution.cut)
 
     def _pass_over(self, search: InputSearch | None, error: EnginesmithError, out: Path) -> Effect:
         """Record why no input was tried, or no further one; the engine's own errors are findings."""
-        attempts, walks = (search.attempts, search.walked) if search else (0, {})
-        reason = f"{f'ended at input {attempts}' if attempts else 'no input was tried'}: {error.message}"
-        write_records(out, [Prosecution(seconds=self.seconds, attempts=attempts, walks=walks, reason=reason)])
+        end = f"ended at input {search.attempts}" if search and search.attempts else "no input was tried"
+        reason = f"{end}: {error.message}"
+        write_records(out, [self._record(search, reason=reason)])
         return Effect(file=RECORDS, summary=reason, incomplete=True)
+
+    def _record(self, search: InputSearch | None, **outcome: Any) -> Prosecution:
+        """Describe what a search has tried, and its outcome."""
+        if search is None:
+            return Prosecution(seconds=self.seconds, attempts=0, walks={}, **outcome)
+        tried = {"walks": search.walked, "excused": search.excused, "excuses": search.excuses}
+        return Prosecution(seconds=self.seconds, attempts=search.attempts, **tried, **outcome)
 
     def _begin(self, inputs: Inputs, stack: contextlib.ExitStack) -> tuple[list[Stage], InputSearch]:
         """Open the model, its graphs and its engine, and make the search."""

@@ -19,7 +19,7 @@ from enginesmith.pipeline.errors import Late, ModelError, SignatureError, UsageE
 from enginesmith.pipeline.execution.events import Outcome
 from enginesmith.pipeline.execution.settings import Settings
 from enginesmith.pipeline.frameworks import samples
-from enginesmith.pipeline.measure.prosecution.finding import Finding, Prosecution
+from enginesmith.pipeline.measure.prosecution.finding import Excuse, Finding, Prosecution
 from enginesmith.pipeline.measure.prosecution.stages import Stages
 from enginesmith.pipeline.passes.quantize.precisions import KINDS
 from enginesmith.pipeline.planning.plan import LOAD, REFERENCE, Step, StepRef
@@ -124,11 +124,13 @@ def test_inputs_are_tried_and_a_fault_is_reduced_in_the_time_that_is_left(
     """To begin takes a second, and so does the first input. What was cut short is done again where there is more."""
     clock, seconds = SimpleNamespace(now=0.0), list[float]()
     option = AddedOption(field="graph_optimization", value="basic", words="") if mended else None
+    tried = {"attempts": 1, "walked": {"sizes": 1}, "excused": 1}
+    tried |= {"excuses": (Excuse(walk="sizes", note="batch 2", reason="rounding moves it"),)}
     finding = Finding(walk="sizes", note="", reason="", witness="model", attempts=1, guilty="engine", option=option)
 
     def begin(*_: object) -> tuple[list[Any], Any]:
         clock.now += 1
-        return [], SimpleNamespace(run=attempt, shrink=lambda shown: shown, attempts=1, walked={"sizes": 1})
+        return [], SimpleNamespace(run=attempt, shrink=lambda shown: shown, **tried)
 
     def attempt(limit: float, progress: object) -> Any:
         clock.now += 1
@@ -148,6 +150,8 @@ def test_inputs_are_tried_and_a_fault_is_reduced_in_the_time_that_is_left(
     (made,) = read_models(Artifact(kind="record", path=tmp_path / effect.file, sha256="", bytes=0), Prosecution)
     assert effect.incomplete is made.cut is (cut and not mended if wrong else seconds[0] < 3)
     assert bool(effect.rejected) is wrong
+    assert (made.excused, made.excuses) == (1, tried["excuses"])
+    assert ("on 1 of 1 inputs, answers differ" in effect.summary) is not wrong
 
 
 @pytest.mark.parametrize("name", ["onnxruntime-fp32", "openvino-int8", "onnxruntime-fp32-prune-macs50"])

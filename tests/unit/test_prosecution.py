@@ -4,6 +4,7 @@ import itertools
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -17,6 +18,7 @@ from enginesmith.pipeline.errors import ModelError
 from enginesmith.pipeline.frameworks.fidelity import OutputFidelity
 from enginesmith.pipeline.frameworks.onnx import edit
 from enginesmith.pipeline.measure.prosecution import judging, reduction
+from enginesmith.pipeline.measure.prosecution import search as searching
 from enginesmith.pipeline.measure.prosecution.inputs import InputSpace, generate
 from enginesmith.pipeline.measure.prosecution.judging import OWN_GRAPH, make_judge, measure_sensitivity
 from enginesmith.pipeline.measure.prosecution.locate import find_guilty_stage, locate_fault
@@ -39,6 +41,8 @@ def test_nan_is_explained_where_the_last_digits_move_the_answer_as_far() -> None
     assert "NaN" in judge.find_fault(wanted, given, no_movement)
     assert "NaN" in judge.find_fault(wanted, given, lambda: {"y": 0.01})
     assert not judge.find_fault(wanted, given, lambda: {"y": 2.0})
+    shapes = judge.judge(wanted, {"y": wanted["y"] + 1}, lambda: {"y": np.inf})
+    assert (shapes.fault, shapes.excuse.split("; ")[1]) == ("", "rounding alone gives it another shape")
 
 
 @pytest.mark.parametrize("fill", [-1e4, -1e9])
@@ -48,7 +52,7 @@ def test_masked_places_hide_no_wrong_number(fill: float) -> None:
     assert not judge.find_fault({"y": masked}, {"y": masked * np.float32(1 + 1e-6)}, no_movement)
     wrong, unmasked = masked.copy(), masked.copy()
     wrong[1, 1], unmasked[1, 5] = 9, 0
-    assert "of sample 1 is wrong by up to 2" in judge.find_fault({"y": masked}, {"y": wrong}, no_movement)
+    assert "of sample 1 is off by up to 2" in judge.find_fault({"y": masked}, {"y": wrong}, no_movement)
     assert "in masked places" in judge.find_fault({"y": masked}, {"y": unmasked}, no_movement)
     assert not judge.find_fault({"y": masked}, {"y": unmasked}, lambda: {"y": abs(fill)})  # it moves by itself
 
@@ -229,6 +233,105 @@ def test_what_rounding_within_the_model_explains_is_no_fault() -> None:
     assert search(lambda feeds: {"y": 2 * feeds["x"] + 1}, perturb=perturb) is not None
 
 
+def test_rounding_explains_that_a_sample_is_answered_otherwise_alone_where_it_explains_it_of_the_model() -> None:
+    """Sums in another order in a batch of several, in a model that makes much of it; input digits explain nothing.
+
+    The engine is another function than the model, as that decides which of them rounding is known of.
+    """
+
+    def answer(feeds: Feeds) -> dict[str, Array]:
+        return {"y": 2 * feeds["x"] + np.float32(0.01 * (len(feeds["x"]) > 1))}
+
+    def perturb(feeds: Feeds, step: float, seed: int) -> dict[str, Array]:
+        return {"y": 2 * feeds["x"] - np.float32(0.01 * np.sign(step))}
+
+    def mix(feeds: Feeds) -> dict[str, Array]:
+        rows = len(feeds["x"])
+        return {"y": answer(feeds)["y"] + np.float32(0.8) * np.roll(feeds["x"], 1, axis=0) * (rows > 2)}
+
+    assert search(lambda feeds: answer(feeds), model=answer, perturb=perturb) is None
+    for precision in ("fp32", "int4"):
+        mixed = search(mix, precision, model=answer, perturb=perturb, loss_judged=False)
+        assert mixed is not None
+        assert mixed.witness == (MODEL if precision == "fp32" else ALONE)
+
+
+@pytest.mark.parametrize("decided", [True, False])
+def test_a_class_that_rounding_decides_may_be_another_one_in_a_batch(decided: bool) -> None:
+    """Whether the engine computes in float32 or not; without it, the engine looks at the other samples."""
+
+    def answer(feeds: Feeds, first: int) -> dict[str, Array]:
+        return {"y": np.concatenate([np.full_like(feeds["x"][:, :1], first), feeds["x"][:, 1:]], axis=1)}
+
+    def engine(feeds: Feeds) -> dict[str, Array]:
+        return answer(feeds, 60 if len(feeds["x"]) > 1 else 3)
+
+    def perturb(feeds: Feeds, step: float, seed: int) -> dict[str, Array]:
+        return answer(feeds, 70 if decided and step > 0 else 3)
+
+    for precision in ("fp32", "int8"):
+        shown = search(engine, precision, lambda feeds: answer(feeds, 3), perturb=perturb, loss_judged=False)
+        assert (shown is None) is decided, precision
+
+
+def test_inputs_that_rounding_excuses_are_recorded_with_the_reason() -> None:
+    def shift(feeds: Feeds, step: float) -> dict[str, Array]:
+        return {"y": 2 * feeds["x"] + np.float32(step)}
+
+    def choose(feeds: Feeds, first: int) -> dict[str, Array]:
+        return {"y": np.concatenate([np.full_like(feeds["x"][:, :1], first), feeds["x"][:, 1:]], axis=1)}
+
+    def shift_batch(feeds: Feeds) -> dict[str, Array]:
+        return shift(feeds, 0.01 * (len(feeds["x"]) > 1))
+
+    def perturb_shift(feeds: Feeds, step: float, seed: int) -> dict[str, Array]:
+        return shift(feeds, 0.01 * np.sign(step))
+
+    def perturb_choice(feeds: Feeds, step: float, seed: int) -> dict[str, Array]:
+        return choose(feeds, 7 if step > 0 else 3)
+
+    usual, decided = "rounding alone moves it by up to 0.01", "rounding alone decides the numbers that differ"
+    pairs = (
+        (lambda feeds: shift(feeds, 0.01), double, perturb_shift, ("output 'y' of sample ", usual)),
+        (lambda feeds: choose(feeds, 6), lambda feeds: choose(feeds, 3), perturb_choice, ("output 'y' of ", decided)),
+        (
+            lambda feeds: shift_batch(feeds),
+            shift_batch,
+            perturb_shift,
+            ("sample 2 is answered in another way than alone: output", usual),
+        ),
+        (double, double, perturb_shift, None),
+    )
+    for engine, model, perturb, expected in pairs:
+        search = InputSearch(Subject(SPACE, "fp32", engine, model, perturb=perturb), seed=0)
+        assert search.run(0) is None
+        assert (search.attempts, search.excused) == (1, len(search.excuses))
+        assert bool(search.excuses) is (expected is not None)
+        if expected:
+            (excuse,) = search.excuses
+            assert (excuse.walk, excuse.note) == ("samples", "sample 0")
+            assert excuse.reason.startswith(expected[0])
+            assert excuse.reason.endswith(expected[1])
+
+
+def test_an_input_that_is_answered_right_after_an_excused_one_is_not_excused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The sample has a batch of 4, and the zeros after it one of 9."""
+
+    def shift(feeds: Feeds, step: float) -> dict[str, Array]:
+        return {"y": 2 * feeds["x"] + np.float32(step)}
+
+    def engine(feeds: Feeds) -> dict[str, Array]:
+        return shift(feeds, 0.01 * (len(feeds["x"]) == 4))
+
+    def perturb(feeds: Feeds, step: float, seed: int) -> dict[str, Array]:
+        return shift(feeds, 0.01 * np.sign(step))
+
+    monkeypatch.setattr(searching, "time", SimpleNamespace(monotonic=itertools.count().__next__))
+    search = InputSearch(Subject(SPACE, "fp32", engine, double, perturb=perturb), seed=0)
+    assert search.run(1) is None
+    assert (search.attempts, search.excused) == (2, 1)
+
+
 def test_single_numbers_are_changed_as_arrays() -> None:
     """An input without axes stays an array in all that is tried: engines take nothing else."""
     form = SIGNATURE.model_copy(update={"inputs": (*SIGNATURE.inputs, spec("scale", "float32"))})
@@ -322,6 +425,9 @@ def test_rows_that_rounding_chooses_are_not_held_against_an_engine() -> None:
         right = answer(attempt.feeds, 0, 1, 2, 4)
         wrong = replace(subject, engine=lambda feeds, found={**right, name: right[name] + shift}: found)
         assert InputSearch(wrong, seed=0).examine(attempt) is not None, name
+    excused = InputSearch(subject, seed=0)
+    excused.run(0)
+    assert excused.excuses[0].reason.endswith("have a partner; rounding alone chooses other rows, too")
 
 
 @pytest.mark.parametrize(("every", "wrong"), [(10, False), (1, True)])
@@ -344,6 +450,9 @@ def test_a_box_at_the_threshold_is_not_held_against_a_low_precision(every: int, 
     if found:
         assert found[0].reason.endswith("0 % have a partner, of 16 inputs with few rows")
         assert len(found) > 20, "an input that is wrong by itself"
+        search = InputSearch(subject, seed=0)
+        assert search.run(0) is None
+        assert search.excuses[0].reason.endswith("have a partner; too few rows to tell")
 
 
 @pytest.mark.parametrize(("factor", "guilty"), [(2.0, 2), (3.0, 1)])

@@ -7,7 +7,7 @@ import pytest
 
 from enginesmith.pipeline.commands import context
 from enginesmith.pipeline.errors import NO_TIME, OVER_SHARE, UsageError
-from enginesmith.pipeline.measure.prosecution.finding import Prosecution
+from enginesmith.pipeline.measure.prosecution.finding import Excuse, Prosecution
 from enginesmith.pipeline.measure.quality import Quality
 from enginesmith.pipeline.measure.rows import LatencyRow, Profile, StageFidelity, Stop
 from enginesmith.pipeline.measure.statistics import Interval
@@ -19,6 +19,7 @@ from enginesmith.pipeline.results import run as runs
 from enginesmith.pipeline.results.run import Run, SearchStep, StepRecord, VariantRecord
 from enginesmith.pipeline.system.device import Device
 from enginesmith.pipeline.workflows.inspect import inspect
+from enginesmith.pipeline.workflows.prosecute import ProsecutionResult
 from reported import printed, record, run
 from runs import small, variant
 
@@ -461,6 +462,20 @@ def test_samples_do_not_count_among_the_inputs_beside_them(capsys: pytest.Captur
     told = "inputs beside the samples: with more time, `enginesmith resume` tries more on onnxruntime-fp32\n"
     assert told not in printed(run(variants=records), capsys)
     assert told in printed(run(variants=(cut, *records[1:])), capsys)
+
+
+def test_inputs_that_were_excused_are_reported_with_the_reason(capsys: pytest.CaptureFixture[str]) -> None:
+    excuse = Excuse(walk="values", note="x: all zeros", reason="output 'y' is off; rounding alone moves it by up to 1")
+    tried = Prosecution(seconds=3, attempts=4, walks={"samples": 4}, excused=3, excuses=(excuse,) * 3)
+    text = (
+        "on 3 of 4 inputs, answers differ by more than the threshold, but no further than rounding explains, as on "
+        "values (x: all zeros): output 'y' is off; rounding alone moves it by up to 1\n"
+    )
+    for each, present in ((tried, True), (tried.model_copy(update={"excused": 0, "excuses": ()}), False)):
+        records = (record("onnxruntime-fp32", 2.0, 1.0).model_copy(update={"prosecution": each}),)
+        assert (f"onnxruntime-fp32: {text}" in printed(run(variants=records), capsys)) is present
+        terminal.show_prosecution(ProsecutionResult(subject="a", prosecution=each), as_json=False)
+        assert (text in capsys.readouterr().out) is present
 
 
 @pytest.mark.parametrize("name", ["<script>alert(1)</script>", "a | b", "two\nlines"])

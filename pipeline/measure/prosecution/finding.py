@@ -54,6 +54,16 @@ class Finding(BaseModel, frozen=True):
         return f"{self.fault}; guilty: {self.guilty}{reduced}{mended}"
 
 
+class Excuse(BaseModel, frozen=True):
+    """Describe an input whose answer differs by more than the thresholds, but no further than rounding explains."""
+
+    walk: str
+    """Family of the input: ``sizes``, ``values`` …"""
+    note: str
+    reason: str
+    """The difference, and what rounding alone does."""
+
+
 class Prosecution(BaseModel, frozen=True):
     """Report what was tried on an engine, and what was found."""
 
@@ -63,6 +73,10 @@ class Prosecution(BaseModel, frozen=True):
     walks: dict[str, int]
     """Inputs by family."""
     finding: Finding | None = None
+    excused: int = 0
+    """Inputs whose answers differ by more than the thresholds, but no further than rounding explains."""
+    excuses: tuple[Excuse, ...] = ()
+    """Of those, the first eight."""
     reason: str = ""
     """Reason why no input was tried, or no further one."""
     cut: bool = False
@@ -72,3 +86,14 @@ class Prosecution(BaseModel, frozen=True):
     def beside_samples(self) -> int:
         """Inputs that were tried and are no samples."""
         return self.attempts - self.walks.get(SAMPLES, 0)
+
+    @property
+    def caution(self) -> str:
+        """Say how many inputs were excused, with the first of them; nothing where none was."""
+        if not self.excuses:
+            return ""
+        first = self.excuses[0]
+        return (
+            f"on {self.excused} of {self.attempts} inputs, answers differ by more than the threshold, but no further "
+            f"than rounding explains, as on {first.walk} ({first.note}): {first.reason}"
+        )

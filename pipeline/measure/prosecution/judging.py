@@ -9,6 +9,7 @@ number should be counts as far as the output's range: it is explained where such
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
+from typing import NamedTuple
 
 import numpy as np
 
@@ -40,6 +41,13 @@ _EXPLAINED = 16.0
 """Differences up to so many times the movement are explained: what is drawn three times is seldom the worst case."""
 
 
+class Verdict(NamedTuple):
+    """Describe a difference above the threshold: as a fault, or with the reason why it is none; nothing if none is."""
+
+    fault: str = ""
+    excuse: str = ""
+
+
 @dataclass(frozen=True)
 class Judge:
     """Compare answers with a reference's."""
@@ -52,20 +60,28 @@ class Judge:
     """By output of floats: how large its range is in the samples' answers."""
 
     def find_fault(self, reference: Feeds, actual: Feeds, sensitivity: Callable[[], dict[str, float]]) -> str:
-        """Say what is wrong with an answer, or nothing; the sensitivity is only asked for where something looks so."""
+        """Say what is wrong with an answer, or nothing."""
+        return self.judge(reference, actual, sensitivity).fault
+
+    def judge(self, reference: Feeds, actual: Feeds, sensitivity: Callable[[], dict[str, float]]) -> Verdict:
+        """Judge an answer; the sensitivity is only asked for where something looks wrong."""
         if set(reference) != set(actual):
-            return f"the outputs are {', '.join(actual)}, expected {', '.join(reference)}"
+            return Verdict(f"the outputs are {', '.join(actual)}, expected {', '.join(reference)}")
         if self.signature.unordered:
-            return self._find_fault_in_rows(reference, actual, sensitivity)
+            return self._judge_rows(reference, actual, sensitivity)
         moved: dict[str, float] | None = None
+        excuse = ""
         for name, wanted in reference.items():
             difference = self._compare(name, wanted, actual[name])
             if difference.excess <= 1:
                 continue
             moved = sensitivity() if moved is None else moved
-            if difference.error > _EXPLAINED * moved.get(name, 0.0):
-                return difference.text
-        return ""
+            movement = moved.get(name, 0.0)
+            if difference.error > _EXPLAINED * movement:
+                return Verdict(difference.text)
+            effect = f"moves it by up to {movement:.3g}" if np.isfinite(movement) else "gives it another shape"
+            excuse = excuse or f"{difference.text}; rounding alone {effect}"
+        return Verdict(excuse=excuse)
 
     def measure_excess(self, reference: Feeds, actual: Feeds) -> float:
         """Measure the largest difference of an output, in units of what is allowed; 0 for sets of rows."""
@@ -111,17 +127,20 @@ class Judge:
     def _compare_sets(self, reference: Feeds, actual: Feeds) -> tuple[OutputFidelity, ...]:
         return compare(reference, actual, self.thresholds, self.signature, self.scales).outputs
 
-    def _find_fault_in_rows(self, reference: Feeds, actual: Feeds, sensitivity: Callable[[], dict[str, float]]) -> str:
+    def _judge_rows(self, reference: Feeds, actual: Feeds, sensitivity: Callable[[], dict[str, float]]) -> Verdict:
         try:
             outputs = self._compare_sets(reference, actual)
         except FidelityError as error:
-            return error.message
+            return Verdict(error.message)
         share = _find_paired(outputs)
         passed = all(output.passed for output in outputs)
         enough = share >= _LEAST_PAIRED and self.precision not in EXACT
-        if passed or enough or np.inf in sensitivity().values():
-            return ""
-        return _describe_share(share)
+        if passed or enough:
+            return Verdict()
+        text = _describe_share(share)
+        if np.inf in sensitivity().values():
+            return Verdict(excuse=f"{text}; rounding alone chooses another number of rows")
+        return Verdict(text)
 
     def _compare(self, name: str, wanted: Array, given: Array) -> "_Difference":
         if wanted.shape != given.shape or (wanted.dtype.kind == "f") != (given.dtype.kind == "f"):
@@ -162,7 +181,7 @@ class Judge:
         row = int(np.argmax(np.where(excess > 1, error, -1))) if (excess > 1).any() else int(np.argmax(excess))
         where = f" of sample {row}" if len(error) > 1 else ""
         share = format_share(error[row] / span, 3)
-        text = f"output {name!r}{where} is wrong by up to {error[row]:.3g}, {share} of its range"
+        text = f"output {name!r}{where} is off by up to {error[row]:.3g}, {share} of its range"
         return _Difference(text, float(error[row]), float(excess.max()))
 
     def _rows(self, name: str, array: Array) -> Array:

@@ -26,12 +26,14 @@ from enginesmith.pipeline.frameworks.rounding import (
     round_otherwise,
     take_as_right,
 )
+from enginesmith.pipeline.measure.prosecution.finding import Excuse
 from enginesmith.pipeline.measure.prosecution.inputs import OUTLIER, Attempt, InputSpace, generate
 from enginesmith.pipeline.measure.prosecution.judging import (
     EXACT,
     OWN_GRAPH,
     Answer,
     Judge,
+    Verdict,
     make_judge,
     measure_sensitivity,
     take_row,
@@ -60,7 +62,7 @@ class Disagreement(BaseModel, frozen=True, arbitrary_types_allowed=True):
 
 _USUAL_WALKS = ("samples", "sizes", "padding")
 _GRADIENTS = "gradients"
-_MOST_RIGHT = 8
+_MOST_RIGHT, _MOST_EXCUSES = 8, 8
 _CLIMB_EVERY, _DRIVE_EVERY = 4, 6
 """Other inputs between two steps along a gradient, and between two that drive an output."""
 _MOST_DRIVEN = 64
@@ -118,6 +120,12 @@ class InputSearch:
     def __init__(self, subject: Subject, seed: int) -> None:
         self.subject, self._seed, self.attempts = subject, seed, 0
         self.walked: dict[str, int] = {}
+        self.excused = 0
+        """Inputs whose answers differ by more than the thresholds, but no further than rounding explains."""
+        self.excuses: tuple[Excuse, ...] = ()
+        """Of those, the first eight."""
+        self._excuse = ""
+        """Excuse of the input that was examined last."""
         self._judges = {name: subject.judge(name) for name in {subject.precision, OWN_GRAPH, "fp32"}}
         self._rng = np.random.default_rng([seed, 1])
         self._climb: _Climb | None = None
@@ -137,6 +145,10 @@ class InputSearch:
             self.walked[attempt.walk] = self.walked.get(attempt.walk, 0) + 1
             if disagreement := self.examine(attempt):
                 return disagreement
+            if self._excuse:
+                self.excused += 1
+                excuse = Excuse(walk=attempt.walk, note=attempt.note, reason=self._excuse)
+                self.excuses = (*self.excuses, excuse)[:_MOST_EXCUSES]
         return None
 
     def _attempts(self) -> Iterator[Attempt]:
@@ -214,7 +226,7 @@ class InputSearch:
 
     def examine(self, attempt: Attempt) -> Disagreement | None:
         """Run one input on all sides, and say where they disagree."""
-        subject = self.subject
+        subject, self._excuse = self.subject, ""
         try:
             expected = subject.model(attempt.feeds)
         except EnginesmithError:
@@ -269,31 +281,51 @@ class InputSearch:
         if self.subject.float_graph is None:
             return None
         answer = self.subject.float_graph(feeds)
-        return answer if self._find_fault(self.subject.model, feeds, expected, answer, "fp32") else None
+        return answer if self._judge(self.subject.model, feeds, expected, answer, "fp32").fault else None
 
     def _find_fault(self, answer: Answer, feeds: Feeds, wanted: Feeds, given: Feeds, precision: str) -> str:
-        judge, perturb = self._judges[precision], self.subject.perturb if answer is self.subject.model else None
+        """Say what is wrong with the engine's answer, or nothing; note why a large difference is no fault."""
+        verdict = self._judge(answer, feeds, wanted, given, precision)
+        self._excuse = self._excuse or verdict.excuse
+        return verdict.fault
+
+    def _judge(
+        self, answer: Answer, feeds: Feeds, wanted: Feeds, given: Feeds, precision: str, modeled: Feeds | None = None
+    ) -> Verdict:
+        """Judge an answer beside the one that is wanted, which ``answer`` gives to the feeds.
+
+        Rounding within the model explains differences from ``modeled``, its own answer to the feeds: by default what
+        is wanted if ``answer`` is the model, and nothing else.
+        """
+        judge, perturb, compared = self._judges[precision], self.subject.perturb, given
+        if modeled is None and answer is self.subject.model:
+            modeled = wanted
         unstable: Feeds = {}
-        if perturb and judge.measure_excess(wanted, given) > 1:
-            unstable = find_unstable(perturb, feeds, wanted)
-            given = take_as_right(wanted, given, unstable, judge.thresholds.right_bits)
+        if perturb and modeled is not None and judge.measure_excess(wanted, given) > 1:
+            unstable = find_unstable(perturb, feeds, modeled)
+            compared = take_as_right(wanted, given, unstable, judge.thresholds.right_bits)
 
         def measure() -> dict[str, float]:
             moved = measure_sensitivity(answer, feeds, precision, unstable, self._seed)
-            if perturb and precision in EXACT:
-                for name, distance in measure_movement(perturb, feeds, wanted, unstable).items():
+            if perturb and modeled is not None and precision in EXACT:
+                for name, distance in measure_movement(perturb, feeds, modeled, unstable).items():
                     moved[name] = max(moved.get(name, 0.0), distance)
             return moved
 
-        reason = judge.find_fault(wanted, given, measure)
-        if reason and perturb and judge.signature.unordered:
+        verdict = judge.judge(wanted, compared, measure)
+        if unstable and verdict == Verdict() and (text := judge.find_fault(wanted, given, dict)):
+            verdict = Verdict(excuse=f"{text}; rounding alone decides the numbers that differ")
+        if verdict.fault and perturb and modeled is not None and judge.signature.unordered:
             rounded = round_otherwise(perturb, feeds, judge.thresholds.right_bits)
-            reason = "" if judge.explains_rows(wanted, given, rounded) else reason
-        if judge.has_few_rows(wanted, given):
+            if judge.explains_rows(wanted, compared, rounded):
+                verdict = Verdict(excuse=f"{verdict.fault}; rounding alone chooses other rows, too")
+        if judge.has_few_rows(wanted, compared):
             calls = self._few.setdefault(precision, [])
-            calls.append((wanted, given))
-            reason = reason and judge.find_fault_in_all(calls)
-        return reason
+            calls.append((wanted, compared))
+            if verdict.fault:
+                pooled = judge.find_fault_in_all(calls)
+                verdict = Verdict(pooled, "" if pooled else f"{verdict.fault}; too few rows to tell")
+        return verdict
 
     def _examine_row(self, attempt: Attempt, expected: Feeds, found: Feeds) -> Disagreement | None:
         """Ask for one sample of the batch alone, where the model itself keeps samples apart."""
@@ -313,7 +345,7 @@ class InputSearch:
         try:
             alone = self.subject.engine(single)
         except EnginesmithError as error:
-            if not self._model_keeps_rows_apart(single, expected, row, outputs):
+            if self._answer_row_by_model(single, expected, row, outputs) is None:
                 return None
             shrunk = attempt._replace(feeds=single, note=f"{attempt.note}; sample {row} alone")
             return self._disagree(
@@ -322,23 +354,35 @@ class InputSearch:
         in_batch = take_row({name: found[name] for name in outputs}, space.signature, row)
         chosen = {name: alone[name] for name in outputs}
         precision = "fp32" if self.subject.precision in EXACT else OWN_GRAPH
-        reason = self._find_fault(self.subject.engine, single, chosen, in_batch, precision)
-        if reason and self._model_keeps_rows_apart(single, expected, row, outputs):
-            text = f"sample {row} is answered in another way than alone: {reason}"
+        if self._judges[precision].measure_excess(chosen, in_batch) <= 1:
+            return None
+        modeled = self._answer_row_by_model(single, expected, row, outputs)
+        if modeled is None:
+            return None
+        verdict = self._judge(self.subject.engine, single, chosen, in_batch, precision, modeled)
+        text = f"sample {row} is answered in another way than alone: "
+        if verdict.excuse:
+            self._excuse = self._excuse or text + verdict.excuse
+        if verdict.fault:
             wanted = {**found, **_with_row({name: found[name] for name in outputs}, space.signature, row, alone)}
-            return self._disagree(attempt, ALONE, text, wanted, found)
+            return self._disagree(attempt, ALONE, text + verdict.fault, wanted, found)
         return None
 
-    def _model_keeps_rows_apart(self, single: Feeds, expected: Feeds, row: int, outputs: Sequence[str]) -> bool:
-        """Tell whether the model answers a sample alone as in this batch; another batch may show that it does not."""
+    def _answer_row_by_model(
+        self, single: Feeds, expected: Feeds, row: int, outputs: Sequence[str]
+    ) -> dict[str, Array] | None:
+        """Answer a sample alone; None where the model answers otherwise than in this batch, or not at all.
+
+        Another batch may show that it keeps no samples apart.
+        """
         try:
             alone = self.subject.model(single)
         except EnginesmithError:
-            return False
+            return None
         wanted = {name: alone[name] for name in outputs}
         given = take_row({name: expected[name] for name in outputs}, self.subject.space.signature, row)
         shapes = all(wanted[name].shape == given[name].shape for name in outputs)
-        return shapes and not self._find_fault(self.subject.model, single, wanted, given, "fp32")
+        return wanted if shapes and not self._judge(self.subject.model, single, wanted, given, "fp32").fault else None
 
     def _disagree(
         self, attempt: Attempt, witness: str, reason: str, expected: Feeds, found: Feeds | None
