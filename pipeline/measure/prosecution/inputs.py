@@ -108,7 +108,7 @@ def generate(space: InputSpace, seed: int) -> Iterator[Attempt]:
     rng = np.random.default_rng(seed)
     given = (Attempt(SAMPLES, f"sample {index}", dict(feeds), True) for index, feeds in enumerate(space.samples))
     yield next(given)
-    yield from _zero_floats(space, rng)
+    yield from _zero_floats(space, np.random.default_rng([seed, 2]))  # the draws of the others stay as they were
     walks = [_walk_padding(space, rng), _walk_sizes(space, rng), _walk_values(space, rng), given, _mutate(space, rng)]
     while walks:
         for walk in list(walks):
