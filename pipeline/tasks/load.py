@@ -2,15 +2,14 @@
 
 import json
 import shutil
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, ClassVar
 
-import numpy as np
 from pydantic import Field, SerializeAsAny
 
 from enginesmith.calibration.options import AS_FOUND, DataOptions
-from enginesmith.pipeline.artifact import Artifact, Effect, Kind
+from enginesmith.pipeline.artifact import Effect, Kind
 from enginesmith.pipeline.engines import read_file
 from enginesmith.pipeline.errors import UsageError
 from enginesmith.pipeline.frameworks import processing, samples
@@ -21,20 +20,14 @@ from enginesmith.pipeline.frameworks.source import Source
 from enginesmith.pipeline.passes.base import Progress
 from enginesmith.pipeline.tasks.base import Inputs, Task
 from enginesmith.pipeline.tasks.calibrate import open_data
-from enginesmith.pipeline.tensors import Array, Feeds, ShapeRange, Signature, TensorSpec, list_words, read_sizes
+from enginesmith.pipeline.tasks.examples import choose_sizes, draw_feeds, make_example
+from enginesmith.pipeline.tensors import Feeds, ShapeRange, Signature, TensorSpec
 
 SHAPES = "shapes"
 """Role of the record of :class:`Shapes` in a task that takes it."""
 _FILE = "shapes.json"
-_PICTURE_RANK = 4
 _EXAMPLE_ROWS = 2
 """Samples of an example that is taken from data, where the batch is dynamic."""
-_EXAMPLE_SIZE = 8
-"""Along a dynamic dimension of an ONNX file, which brings no example."""
-PICTURE_SIZES = (256, 64, 32, _EXAMPLE_SIZE)
-"""Along heights and widths, the first one that the model takes, as does its half: they are multiples of the strides of
-networks for pictures; some, for lines of text, take no large heights."""
-_CHANNELS = (1, 3)
 
 
 class _FromSource(Task):
@@ -151,7 +144,7 @@ class LoadOnnx(_FromSource):
             dimensions.write_inputs(path, self.inputs, file)
             named = model_file.signature(file)
             usual = {**choose_sizes(named), **self.sizes}
-            notes = dimensions.name_outputs(file, usual, lambda sizes: _draw_feeds(named, sizes))
+            notes = dimensions.name_outputs(file, usual, lambda sizes: draw_feeds(named, sizes))
         else:
             model_file.copy(path, file)
         facts = model_file.summary(file)
@@ -176,7 +169,7 @@ class LoadOnnx(_FromSource):
         model = edit.load(path)
         extend(model, fitted)
         edit.save(model, out)
-        check_graph(fitted, path, out / edit.FILE, _draw_feeds(fitted.signature, choose_sizes(fitted.signature)))
+        check_graph(fitted, path, out / edit.FILE, draw_feeds(fitted.signature, choose_sizes(fitted.signature)))
 
 
 class Shapes(Task):
@@ -216,46 +209,3 @@ def read_ranges(inputs: Inputs) -> dict[str, ShapeRange]:
     """Read the record of :class:`Shapes`; empty where the task has none."""
     stored = json.loads(inputs[SHAPES].path.read_bytes()) if SHAPES in inputs else {}
     return {name: ShapeRange.parse(text) for name, text in stored.items()}
-
-
-def make_example(model: Artifact, picture_size: int = PICTURE_SIZES[0]) -> tuple[dict[str, Array], dict[str, int]]:
-    """Make a feed for each input; returns also the size it has along each dynamic dimension."""
-    assert model.signature is not None
-    specs = model.signature.inputs
-    if model.kind == "torch":
-        from enginesmith.pipeline.frameworks.torch.saved import read_example
-
-        feeds = read_example(model)
-        return feeds, read_sizes(specs, feeds)
-    sizes = choose_sizes(model.signature, picture_size)
-    return _draw_feeds(model.signature, sizes), sizes
-
-
-def choose_sizes(signature: Signature, picture_size: int = PICTURE_SIZES[0]) -> dict[str, int]:
-    """Choose a size for each dynamic dimension of a file, which brings no example.
-
-    Height and width of pictures, of 1 or 3 channels that come first or last, are larger than others, if no input has
-    another dynamic dimension: masks and caches of attention have four dimensions, too.
-    """
-    sides, others = set[str](), set[str]()
-    for spec in signature.inputs:
-        axes: tuple[int, ...] = ()
-        if len(spec.shape) == _PICTURE_RANK:
-            axes = (2, 3) if spec.shape[1] in _CHANNELS else (1, 2) if spec.shape[3] in _CHANNELS else ()
-        for axis, dim in enumerate(spec.shape[1:], 1):
-            (sides if axis in axes else others).update(list_words(dim))
-    if others - {samples.batch_symbol(signature)}:
-        sides = set()
-    return {name: picture_size if name in sides else _EXAMPLE_SIZE for name in signature.symbols}
-
-
-def _draw_feeds(signature: Signature, sizes: Mapping[str, int]) -> dict[str, Array]:
-    """Draw normal floats, pixels, rows of the tables that inputs are indices of, and else zeros and ones."""
-    rng, feeds = np.random.default_rng(0), dict[str, Array]()
-    for spec in signature.inputs:
-        shape = spec.resolve(sizes)
-        pixels = spec.dtype == "uint8" and len(shape) == _PICTURE_RANK
-        whole = rng.integers(0, 256 if pixels else signature.tables.get(spec.name, 2), shape)
-        drawn = rng.standard_normal(shape) if spec.dtype.startswith("float") else whole
-        feeds[spec.name] = drawn.astype(spec.dtype)
-    return feeds

@@ -14,7 +14,7 @@ from pydantic import SerializeAsAny
 from enginesmith.calibration.dataset import Dataset, check_parts, count_parts
 from enginesmith.calibration.options import DataOptions, PartOptions
 from enginesmith.calibration.user_code import is_reference
-from enginesmith.pipeline.artifact import Artifact, Effect, Kind
+from enginesmith.pipeline.artifact import Effect, Kind
 from enginesmith.pipeline.engines.base import Engine, Session
 from enginesmith.pipeline.engines.profiling import warm_up
 from enginesmith.pipeline.errors import (
@@ -43,7 +43,7 @@ from enginesmith.pipeline.passes.base import Progress
 from enginesmith.pipeline.system.device import Device
 from enginesmith.pipeline.tasks.base import RECORDS, Inputs, Task, write_records
 from enginesmith.pipeline.tasks.calibrate import Feeder, open_data, read_class_names
-from enginesmith.pipeline.tasks.load import PICTURE_SIZES, make_example
+from enginesmith.pipeline.tasks.examples import advise, describe_assumed, find_example, list_assumed
 from enginesmith.pipeline.tasks.quality import EngineCheck, describe_numbering, try_metric
 from enginesmith.pipeline.tensors import DTYPES, Array, Feeds, ShapeRange, Signature, TensorSpec, format_sizes
 from enginesmith.pipeline.units import count_words, format_share
@@ -98,11 +98,11 @@ class Sample(Task):
         known, is_file = self.ranges, model.kind == "onnx"
         if data and is_file:  # which brings no example
             known = {**samples.read_row_ranges(signature, data), **known}
-        given, sizes = _find_example(self.engine, model, known)
+        given, sizes = find_example(self.engine, model, known)
         batches = samples.fit_batches(signature, self.ranges, self.batches, given=self.batches_given)
         ranges = samples.plan_ranges(signature, known, batches, sizes, named_by_file=is_file)
-        assumed = _list_assumed(model, known)
-        advice = _advise(model, known, assumed, data)
+        assumed = list_assumed(model, known)
+        advice = advise(model, known, assumed, data)
         planned = samples.plan_cases(signature, ranges, batches)
         cases = tuple(samples.plan_calls(case, data) for case in planned)
         tried: list[str] = []
@@ -143,7 +143,7 @@ class Sample(Task):
         )
         notes = (
             *notes,
-            *_describe_assumed(ranges, assumed),
+            *describe_assumed(ranges, assumed),
             *tried,
             *strange,
             *unstable.describe(),
@@ -375,67 +375,6 @@ def _describe_emptiness(cases: Sequence[samples.Case], folder: Path) -> list[str
     if any(value.size for at in calls for value in samples.read_arrays(folder, "outputs", *at).values()):
         return []
     return ["the model's answers to all samples that variants are compared on are empty: the comparison tells nothing"]
-
-
-def _find_example(
-    engine: Engine, model: Artifact, known: Mapping[str, ShapeRange]
-) -> tuple[dict[str, Array], dict[str, int]]:
-    """Make an example; pictures whose sizes are assumed are of the largest size that the model takes, as its half."""
-    assumed = _list_assumed(model, known)
-    examples = [make_example(model, size) for size in (PICTURE_SIZES if assumed else PICTURE_SIZES[:1])]
-    if len({tuple(sizes.values()) for _, sizes in examples}) == 1:
-        return examples[0]
-    assert model.signature is not None
-    usual = {name: range_.opt for name, range_ in known.items()}
-    with engine.load(model, Device()) as session:
-        for feeds, sizes in examples[:-1]:
-            halved = {name: size // 2 if name in assumed else size for name, size in sizes.items()}
-            with contextlib.suppress(ModelError):
-                for each in (sizes, halved):
-                    session.run(samples.resize(feeds, model.signature, {**each, **usual}))
-                return feeds, sizes
-    return examples[-1]
-
-
-def _list_assumed(model: Artifact, known: Mapping[str, ShapeRange]) -> tuple[str, ...]:
-    """List the dimensions of a file whose sizes are assumed: the dynamic ones besides the batch, if not ``known``."""
-    assert model.signature is not None
-    batch = samples.batch_symbol(model.signature)
-    if model.kind != "onnx":  # a module brings an example
-        return ()
-    return tuple(name for name in model.signature.symbols if name not in known and name != batch)
-
-
-def _describe_assumed(ranges: Mapping[str, ShapeRange], assumed: Sequence[str]) -> list[str]:
-    """Describe at which assumed sizes everything is verified and measured, and which options give others."""
-    sizes = ", ".join(f"{name} = {ranges[name].opt} (verified from {ranges[name].min})" for name in assumed)
-    shapes = " ".join(f"--shape {name}=MIN:OPT:MAX" for name in assumed)
-    return [f"sizes that nothing tells are assumed: {sizes}; {shapes} gives those of real inputs"] if assumed else []
-
-
-def _advise(model: Artifact, known: Mapping[str, ShapeRange], assumed: Sequence[str], data: Dataset | None) -> str:
-    """Say what helps a model that refuses samples that are made up, or sizes that are ``assumed``."""
-    assert model.signature is not None
-    symbol = samples.batch_symbol(model.signature)
-    if model.kind == "onnx":
-        advice = samples.advise_sizes(assumed)
-        options = samples.suggest_batch(model.signature) if symbol is None else ""
-        advice += f"; if one of the dimensions is the batch, name it with {options}" if options else ""
-        return advice if data else f"{advice}; samples are drawn at random: give some with --eval DATA"
-    if data:
-        own = samples.read_row_ranges(model.signature, data).items()
-        shapes = " ".join(f"--shape {name}={range_}" for name, range_ in own if name not in known)
-        return (
-            f"; samples are cut to the other sizes, and may lack their end: give only that of {data.name} with {shapes}"
-            if shapes
-            else ""
-        )
-    if symbol is None:
-        return ""
-    return (
-        "; they are drawn at random from the example's: give samples with --eval DATA, or, where inputs are not "
-        f"made of samples, call their dimensions otherwise than {symbol!r}: the example is then cut to other sizes"
-    )
 
 
 class Verify(EngineCheck):

@@ -1,10 +1,16 @@
-"""Signatures and inputs of engines that are prosecuted."""
+"""Signatures and inputs of engines that are prosecuted, and the search for an input on which one is wrong."""
+
+import itertools
+from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 
-from enginesmith.pipeline.measure.prosecution.inputs import InputSpace
-from enginesmith.pipeline.tensors import ShapeRange, Signature, TensorSpec
+from enginesmith.pipeline.measure.prosecution.inputs import InputSpace, generate
+from enginesmith.pipeline.measure.prosecution.search import Disagreement, InputSearch, Subject
+from enginesmith.pipeline.tensors import Array, Feeds, ShapeRange, Signature, TensorSpec
 
+Function = Callable[[Feeds], dict[str, Array]]
 RNG = np.random.default_rng(0)
 
 
@@ -26,3 +32,22 @@ TOKENS = InputSpace(
     {"batch": ShapeRange.parse("1:2:4"), "length": ShapeRange.parse("2:8:33")},
     [{"ids": RNG.integers(3, 50, (2, 8)), "mask": np.array([[1] * 8, [1] * 5 + [0] * 3])}],
 )
+
+
+def double(feeds: Feeds) -> dict[str, Array]:
+    return {"y": 2 * feeds["x"]}
+
+
+def search(
+    engine: Function, precision: str = "fp32", model: Function | None = None, **more: Any
+) -> Disagreement | None:
+    search = InputSearch(Subject(SPACE, precision, engine, model or double, **more), seed=0)
+    for attempt in itertools.islice(generate(SPACE, 0), 150):
+        search.attempts += 1
+        if found := search.examine(attempt):
+            return search.shrink(found)
+    return None
+
+
+def no_movement() -> dict[str, float]:
+    return {}

@@ -11,7 +11,7 @@ from onnx import TensorProto, helper, numpy_helper
 
 from enginesmith.pipeline.errors import SignatureError
 from enginesmith.pipeline.frameworks.onnx import dimensions, model_file
-from enginesmith.pipeline.tasks.load import choose_sizes
+from enginesmith.pipeline.tasks.examples import choose_sizes
 from enginesmith.pipeline.tensors import Feeds, Signature, TensorSpec
 
 STATEFUL = {"x": ["", ""], "state": [2, "", 4], "rate": []}
@@ -124,12 +124,12 @@ def test_a_model_that_refuses_drawn_feeds_keeps_the_names_of_its_outputs_with_a_
 @pytest.mark.parametrize(
     ("inputs", "sizes"),
     [
-        (["x:float32:batch,3,height,width"], [8, 256, 256]),
-        (["x:uint8:batch,height,width,1"], [8, 256, 256]),
-        (["x:float32:n,3,48,width"], [8, 256]),
+        (["x:float32:batch,3,height,width"], [8, 128, 128]),
+        (["x:uint8:batch,height,width,1"], [8, 128, 128]),
+        (["x:float32:n,3,48,width"], [8, 128]),
         (["x:float32:batch,4,height,width"], [8, 8, 8]),
         (["x:float32:batch,3,length"], [8, 8]),
-        (["x:float32:batch,3,height,width", "state:float32:2,batch,8"], [8, 256, 256]),
+        (["x:float32:batch,3,height,width", "state:float32:2,batch,8"], [8, 128, 128]),
         (["ids:int64:batch,length", "mask:float32:batch,1,length,total"], [8, 8, 8]),  # of attention
         (["ids:int64:batch,1", "mask:int64:batch,past+1", "keys:float32:batch,3,past,8"], [8, 8]),
     ],

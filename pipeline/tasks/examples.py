@@ -1,0 +1,126 @@
+"""Choose sizes and an example for files that bring none, and describe what is assumed by that."""
+
+import contextlib
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+
+from enginesmith.calibration.dataset import Dataset
+from enginesmith.pipeline.artifact import Artifact
+from enginesmith.pipeline.engines.base import Engine
+from enginesmith.pipeline.errors import ModelError
+from enginesmith.pipeline.frameworks import samples
+from enginesmith.pipeline.system.device import Device
+from enginesmith.pipeline.tensors import Array, ShapeRange, Signature, list_words, read_sizes
+
+_PICTURE_RANK = 4
+_EXAMPLE_SIZE = 8
+"""Along a dynamic dimension of an ONNX file, which brings no example."""
+_PICTURE_SIZES = (128, 64, 32, _EXAMPLE_SIZE)
+"""Along heights and widths, the first one that the model takes, as does its half: they are multiples of the strides of
+networks for pictures; some, for lines of text, take no large heights."""
+_CHANNELS = (1, 3)
+
+
+def make_example(model: Artifact, picture_size: int = _PICTURE_SIZES[0]) -> tuple[dict[str, Array], dict[str, int]]:
+    """Make a feed for each input; returns also the size it has along each dynamic dimension."""
+    assert model.signature is not None
+    specs = model.signature.inputs
+    if model.kind == "torch":
+        from enginesmith.pipeline.frameworks.torch.saved import read_example
+
+        feeds = read_example(model)
+        return feeds, read_sizes(specs, feeds)
+    sizes = choose_sizes(model.signature, picture_size)
+    return draw_feeds(model.signature, sizes), sizes
+
+
+def choose_sizes(signature: Signature, picture_size: int = _PICTURE_SIZES[0]) -> dict[str, int]:
+    """Choose a size for each dynamic dimension of a file, which brings no example.
+
+    Height and width of pictures, of 1 or 3 channels that come first or last, are larger than others, if no input has
+    another dynamic dimension: masks and caches of attention have four dimensions, too.
+    """
+    sides, others = set[str](), set[str]()
+    for spec in signature.inputs:
+        axes: tuple[int, ...] = ()
+        if len(spec.shape) == _PICTURE_RANK:
+            axes = (2, 3) if spec.shape[1] in _CHANNELS else (1, 2) if spec.shape[3] in _CHANNELS else ()
+        for axis, dim in enumerate(spec.shape[1:], 1):
+            (sides if axis in axes else others).update(list_words(dim))
+    if others - {samples.batch_symbol(signature)}:
+        sides = set()
+    return {name: picture_size if name in sides else _EXAMPLE_SIZE for name in signature.symbols}
+
+
+def draw_feeds(signature: Signature, sizes: Mapping[str, int]) -> dict[str, Array]:
+    """Draw normal floats, pixels, rows of the tables that inputs are indices of, and else zeros and ones."""
+    rng, feeds = np.random.default_rng(0), dict[str, Array]()
+    for spec in signature.inputs:
+        shape = spec.resolve(sizes)
+        pixels = spec.dtype == "uint8" and len(shape) == _PICTURE_RANK
+        whole = rng.integers(0, 256 if pixels else signature.tables.get(spec.name, 2), shape)
+        drawn = rng.standard_normal(shape) if spec.dtype.startswith("float") else whole
+        feeds[spec.name] = drawn.astype(spec.dtype)
+    return feeds
+
+
+def find_example(
+    engine: Engine, model: Artifact, known: Mapping[str, ShapeRange]
+) -> tuple[dict[str, Array], dict[str, int]]:
+    """Make an example; pictures whose sizes are assumed are of the largest size that the model takes, as its half."""
+    assumed = list_assumed(model, known)
+    examples = [make_example(model, size) for size in (_PICTURE_SIZES if assumed else _PICTURE_SIZES[:1])]
+    if len({tuple(sizes.values()) for _, sizes in examples}) == 1:
+        return examples[0]
+    assert model.signature is not None
+    usual = {name: range_.opt for name, range_ in known.items()}
+    with engine.load(model, Device()) as session:
+        for feeds, sizes in examples[:-1]:
+            halved = {name: size // 2 if name in assumed else size for name, size in sizes.items()}
+            with contextlib.suppress(ModelError):
+                for each in (sizes, halved):
+                    session.run(samples.resize(feeds, model.signature, {**each, **usual}))
+                return feeds, sizes
+    return examples[-1]
+
+
+def list_assumed(model: Artifact, known: Mapping[str, ShapeRange]) -> tuple[str, ...]:
+    """List the dimensions of a file whose sizes are assumed: the dynamic ones besides the batch, if not ``known``."""
+    assert model.signature is not None
+    batch = samples.batch_symbol(model.signature)
+    if model.kind != "onnx":  # a module brings an example
+        return ()
+    return tuple(name for name in model.signature.symbols if name not in known and name != batch)
+
+
+def describe_assumed(ranges: Mapping[str, ShapeRange], assumed: Sequence[str]) -> list[str]:
+    """Describe at which assumed sizes everything is verified and measured, and which options give others."""
+    sizes = ", ".join(f"{name} = {ranges[name].opt} (verified from {ranges[name].min})" for name in assumed)
+    shapes = " ".join(f"--shape {name}=MIN:OPT:MAX" for name in assumed)
+    return [f"sizes that nothing tells are assumed: {sizes}; {shapes} gives those of real inputs"] if assumed else []
+
+
+def advise(model: Artifact, known: Mapping[str, ShapeRange], assumed: Sequence[str], data: Dataset | None) -> str:
+    """Say what helps a model that refuses samples that are made up, or sizes that are ``assumed``."""
+    assert model.signature is not None
+    symbol = samples.batch_symbol(model.signature)
+    if model.kind == "onnx":
+        advice = samples.advise_sizes(assumed)
+        options = samples.suggest_batch(model.signature) if symbol is None else ""
+        advice += f"; if one of the dimensions is the batch, name it with {options}" if options else ""
+        return advice if data else f"{advice}; samples are drawn at random: give some with --eval DATA"
+    if data:
+        own = samples.read_row_ranges(model.signature, data).items()
+        shapes = " ".join(f"--shape {name}={range_}" for name, range_ in own if name not in known)
+        return (
+            f"; samples are cut to the other sizes, and may lack their end: give only that of {data.name} with {shapes}"
+            if shapes
+            else ""
+        )
+    if symbol is None:
+        return ""
+    return (
+        "; they are drawn at random from the example's: give samples with --eval DATA, or, where inputs are not "
+        f"made of samples, call their dimensions otherwise than {symbol!r}: the example is then cut to other sizes"
+    )
