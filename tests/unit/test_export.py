@@ -96,27 +96,51 @@ def test_sizes_that_a_module_decides_by_are_named(tmp_path: Path, divisor: int, 
     assert notes == ((words,) if told else ())
 
 
-def test_a_program_that_fails_at_a_size_is_not_said_to_be_wrong_there() -> None:
-    """Its failure tells nothing of what becomes of it, such as the ONNX graph."""
+def test_a_graph_is_captured_at_another_size_where_that_makes_one_for_all(tmp_path: Path) -> None:
+    """The path of a length that is no multiple of four holds for multiples, too; that of the example does not."""
 
-    def fail(*feeds: Any) -> Any:
-        raise RuntimeError("runtime assertion failed")
+    class Blocks(torch.nn.Module):
+        def forward(self, x: Any) -> Any:
+            length = x.shape[1]
+            missing = (4 - length % 4) % 4
+            filled = torch.nn.functional.pad(x, (0, missing)) if missing else x
+            blocks = filled.reshape(x.shape[0], -1, 4).cumsum(2).reshape(x.shape[0], -1)
+            return blocks[:, :length] if missing else blocks
+
+    model = loaded(Blocks(), {"x": torch.randn(2, 8)}, {"x": ("batch", "length")}, ["y:float32:batch,length"])
+    assert exported(tmp_path, model, exporter="dynamo").notes == ()
+    for length in (1, 7, 8, 9, 14):
+        feed = torch.randn(3, length)
+        answer = evaluator.run_graph(tmp_path / edit.FILE, {"x": feed.numpy()})
+        assert evaluator.largest_difference([model.module(feed)[0].numpy()], answer) < 1e-6
+
+
+def fail(*feeds: Any) -> Any:
+    raise RuntimeError("runtime assertion failed")
+
+
+def refuse(*models: Any) -> Any:
+    raise ExportError("it cannot be captured")
+
+
+def test_a_program_that_fails_at_a_size_is_not_said_to_be_wrong_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its failure tells nothing of what becomes of it, such as the ONNX graph."""
+    monkeypatch.setattr(export, "capture_program", refuse)
 
     model = loaded(torch.nn.Identity(), {"x": torch.ones(2, 8)}, {"x": ("batch", 8)}, ["y:float32:batch,8"])
     program: Any = types.SimpleNamespace(_guards_code=["L['x'].size()[0] != 1"], module=lambda check_guards: fail)
-    words = export.describe_other_sizes(program, model)
+    words = export.widen_program(program, model)[2]
     assert words.startswith("captured where batch != 1: with batch = 1, PyTorch's own program fails, so other sizes")
 
 
-def test_sizes_that_are_sums_are_whole_in_what_a_program_takes_for_granted() -> None:
-    def fail(*feeds: Any) -> Any:
-        raise RuntimeError("runtime assertion failed")
-
+def test_sizes_that_are_sums_are_whole_in_what_a_program_takes_for_granted(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(export, "capture_program", refuse)
     model = loaded(
         torch.nn.Identity(), {"x": torch.ones(2, 5)}, {"x": ("batch", "length+1")}, ["y:float32:batch,length+1"]
     )
     program: Any = types.SimpleNamespace(_guards_code=["2*L['x'].size()[1] != 8"], module=lambda check_guards: fail)
-    assert export.describe_other_sizes(program, model).startswith("captured where 2*(length+1) != 8: with length = 3,")
+    words = export.widen_program(program, model)[2]
+    assert words.startswith("captured where 2*(length+1) != 8: with length = 3,")
 
 
 def test_a_size_that_a_capture_holds_alone_is_told_to_be_fixed(tmp_path: Path) -> None:
@@ -212,6 +236,30 @@ def test_a_fixed_dimension_is_named(tmp_path: Path) -> None:
         exported(tmp_path, model)
     assert "--input x:float32:2,4" in error.value.remedy
     assert "torch.vmap" in error.value.remedy
+
+
+def test_a_batch_that_has_to_be_fixed_is_advised_to_be_one_sample(tmp_path: Path) -> None:
+    class Loop(torch.nn.Module):
+        def forward(self, x: Any) -> Any:
+            return torch.stack([row.mean() for row in x])
+
+    model = loaded(Loop(), {"x": torch.randn(2, 4)}, {"x": ("batch", 4)}, ["y:float32:batch"])
+    with pytest.raises(ExportError, match="the graph holds only for batch = 2") as caught:
+        exported(tmp_path, model)
+    assert "make it fixed with --input x:float32:1,4, or" in (caught.value.remedy or "")
+
+
+@pytest.mark.parametrize("function", [torch._is_all_true, torch._is_any_true])
+def test_assertions_about_values_are_left_out(tmp_path: Path, function: Any) -> None:
+    """So transformers checks what it is given, in models of detectors."""
+
+    class Checked(torch.nn.Module):
+        def forward(self, x: Any) -> Any:
+            torch._check(function(x < 100).item())
+            return 2 * x
+
+    model = loaded(Checked(), {"x": torch.randn(2, 4)}, {"x": ("batch", 4)}, ["y:float32:batch,4"])
+    assert exported(tmp_path, model).summary == "1 nodes, opset 23, by the torch.export exporter"
 
 
 def test_a_fixed_length_is_given_to_all_inputs_that_have_it(tmp_path: Path) -> None:

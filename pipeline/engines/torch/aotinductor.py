@@ -227,7 +227,7 @@ class AOTInductor(Engine):
             ExportError, BuilderFailed: the module cannot be captured; or Inductor or the compiler failed.
         """
         from enginesmith.pipeline.frameworks.torch.saved import load_artifact
-        from enginesmith.pipeline.passes.export.export import capture_program, describe_other_sizes
+        from enginesmith.pipeline.passes.export.export import capture_program, widen_program
 
         device = request.device
         self.require(device)
@@ -236,8 +236,7 @@ class AOTInductor(Engine):
         Eager().enter_thread(device)
         loaded = self._cast(load_artifact(request.artifact), device)
         request.progress("capturing the program with torch.export")
-        program = capture_program(loaded)
-        others = describe_other_sizes(program, loaded)
+        program, _, others = widen_program(capture_program(loaded), loaded)
         request.progress("compiling with AOTInductor")
         _compile(program, request.out / _PACKAGE, device)
         audit = audit_package(request.out / _PACKAGE)

@@ -118,12 +118,16 @@ def _resize(loaded: "LoadedModel", sizes: Mapping[str, int]) -> "dict[str, Tenso
     return resize_example(loaded.signature.inputs, loaded.example, sizes)
 
 
-def runs_at_other_sizes(loaded: "LoadedModel") -> bool:
-    """Run the module with each dynamic dimension longer, each by another number, so that none has to equal another."""
+def runs(loaded: "LoadedModel", sizes: Mapping[str, int]) -> bool:
+    """Tell whether the module runs on the example at other sizes."""
     import torch
 
-    longer = {symbol: size + 1 + index for index, (symbol, size) in enumerate(loaded.dynamic_sizes.items())}
     with contextlib.suppress(*FAILURES, AttributeError, ImportError), torch.inference_mode():
-        loaded.module(*_resize(loaded, longer).values())
+        loaded.module(*_resize(loaded, sizes).values())
         return True
     return False
+
+
+def runs_at_other_sizes(loaded: "LoadedModel") -> bool:
+    """Run the module with each dynamic dimension longer, each by another number, so that none has to equal another."""
+    return runs(loaded, {name: size + 1 + index for index, (name, size) in enumerate(loaded.dynamic_sizes.items())})

@@ -1,10 +1,9 @@
 """Export: a PyTorch module becomes an ONNX graph, by either of PyTorch's two exporters."""
 
 import contextlib
+import dataclasses
 import logging
-import re
 import tempfile
-import traceback
 import warnings
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
@@ -17,16 +16,28 @@ from enginesmith.pipeline.frameworks.onnx.processing import extend
 from enginesmith.pipeline.passes.base import Pass, PrecisionRequest, Progress, Records, Stage
 from enginesmith.pipeline.passes.export.agreement import find_trace_fault, runs_at_other_sizes
 from enginesmith.pipeline.passes.export.attention import decompose_attention, raise_masks, spread_masks
+from enginesmith.pipeline.passes.export.failures import (
+    FAILURES,
+    REMEDY,
+    REMEDY_PROGRAM,
+    FixedDimension,
+    advise_fixed,
+    explain_failure,
+    explain_fixed_dimension,
+    name_root,
+    write_inputs,
+)
 from enginesmith.pipeline.passes.export.int64 import compare_whole_numbers
 from enginesmith.pipeline.passes.export.optimizer import optimize_graph
-from enginesmith.pipeline.passes.export.sizes import COMPARISONS, find_size_limit
+from enginesmith.pipeline.passes.export.sizes import COMPARISONS, find_program_fault, find_size_limit
 from enginesmith.pipeline.passes.opset import convert_opset
-from enginesmith.pipeline.tensors import is_sum, join_sum
+from enginesmith.pipeline.tensors import is_sum
 from enginesmith.pipeline.units import AddedOption
 
 if TYPE_CHECKING:
     from torch import Tensor
     from torch.export import ExportedProgram
+    from torch.onnx import ONNXProgram
 
     from enginesmith.pipeline.frameworks.torch.module import LoadedModel
     from enginesmith.pipeline.tensors import Signature, TensorSpec
@@ -177,14 +188,8 @@ def _name_output_dims(value: "ir.Value", spec: "TensorSpec") -> list[int | str]:
 
 # The two exporters.
 
-# What user code and exporters raise; running out of memory and interrupts are none of it.
-_FAILURES = (RuntimeError, ValueError, TypeError, AttributeError, LookupError, AssertionError, ImportError)
 _TORCHSCRIPT_NEWEST_OPSET = 20
 _MIN_SIZE = 2  # an example of size 1 would let the exporter take the dimension for one that broadcasts
-
-
-class FixedDimension(ExportError):
-    """The graph holds at one size only of a dimension that was to be dynamic."""
 
 
 def _export_program(loaded: "LoadedModel", _: Path, opset: int, progress: Progress) -> tuple["ir.Model", list[str]]:
@@ -194,13 +199,43 @@ def _export_program(loaded: "LoadedModel", _: Path, opset: int, progress: Progre
         FixedDimension: a dynamic dimension would come out fixed.
         ExportError: any other reason; names operator and line.
     """
+    progress("capturing the graph with torch.export")
+    program = _translate(loaded, opset)
+    notes: list[str] = []
+    assert program.exported_program is not None
+    if any(node.target in COMPARISONS for node in program.exported_program.graph.nodes):
+        progress("looking for sizes that the module decides by")
+        captured = None
+        with contextlib.suppress(ExportError):  # torch.onnx drops the guards, so that it is captured again
+            captured = capture_program(loaded)
+        if captured:
+            widened, others = widen_program(captured, loaded)[1:]
+            notes += [f"the graph is {others}"] if others else []
+            if widened is not loaded:
+                progress("capturing the graph at other sizes, where it is right at all")
+                program = _translate(widened, opset)
+    progress("folding constants")
+    try:
+        optimize_graph(program.model)
+    except FAILURES as error:
+        raise ExportError(f"onnxscript cannot optimize the exported graph: {name_root(error)}", REMEDY) from error
+    if program.model.opset_imports[""] != opset:
+        raise ExportError(f"the graph cannot be converted to opset {opset}", "use opset 18 or newer")
+    return program.model, notes
+
+
+def _translate(loaded: "LoadedModel", opset: int) -> "ONNXProgram":
+    """Capture a module and translate it, operator by operator.
+
+    Raises:
+        ExportError: it cannot be done; FixedDimension where a dynamic dimension would come out fixed.
+    """
     import torch
 
     from enginesmith.pipeline.passes.export.registry import keep_registry
     from enginesmith.pipeline.passes.export.translations import list_translations
 
     keep_registry()
-    progress("capturing the graph with torch.export")
     shapes = _list_dynamic_axes(loaded.signature)
     try:
         with torch.no_grad():
@@ -214,42 +249,40 @@ def _export_program(loaded: "LoadedModel", _: Path, opset: int, progress: Progre
                 custom_translation_table=list_translations(opset),
                 verbose=False,
             )
-    except (torch.onnx.errors.OnnxExporterError, *_FAILURES) as error:
-        raise _explain(error, loaded.signature) from error
+    except (torch.onnx.errors.OnnxExporterError, *FAILURES) as error:
+        raise explain_failure(error, loaded) from error
     if program is None:
         raise ExportError("torch.onnx.export returned nothing")
-    _check_inputs([value.shape or () for value in program.model.graph.inputs], loaded.signature)
-    progress("folding constants")
-    try:
-        optimize_graph(program.model)
-    except _FAILURES as error:
-        root = list(_walk_chain(error))[-1]
-        reason = f"{type(root).__name__}: {root}"
-        raise ExportError(f"onnxscript cannot optimize the exported graph: {reason}", _REMEDY) from error
-    if program.model.opset_imports[""] != opset:
-        raise ExportError(f"the graph cannot be converted to opset {opset}", "use opset 18 or newer")
-    assert program.exported_program is not None
-    others = ""
-    if any(node.target in COMPARISONS for node in program.exported_program.graph.nodes):
-        progress("looking for sizes that the module decides by")
-        captured = None
-        with contextlib.suppress(ExportError):  # torch.onnx drops the guards, so that it is captured again
-            captured = capture_program(loaded)
-        others = describe_other_sizes(captured, loaded) if captured else ""
-    return program.model, [f"the graph is {others}"] if others else []
+    _check_inputs([value.shape or () for value in program.model.graph.inputs], loaded)
+    return program
 
 
-def describe_other_sizes(program: "ExportedProgram", loaded: "LoadedModel") -> str:
-    """Name what the program takes for granted about sizes, with one at which it is wrong; empty where none is found.
+def widen_program(program: "ExportedProgram", loaded: "LoadedModel") -> tuple["ExportedProgram", "LoadedModel", str]:
+    """Capture a module again where its program is wrong at some size, if the path taken there is right at all sizes.
+
+    A path that fills up a length to a multiple also holds for the multiples, which take a path without.
+
+    Returns the program; the model with the example that it was captured with; and what the program takes for granted
+    about sizes, with one at which it is wrong: empty where none is found.
 
     Raises:
         FixedDimension: of a dynamic dimension, it takes about the example's size alone.
     """
+    from enginesmith.pipeline.frameworks.torch.dims import resize_example
+
     limit = find_size_limit(program, loaded)
-    if limit and limit.fixed:
+    if limit is None:
+        return program, loaded, ""
+    example = resize_example(loaded.signature.inputs, loaded.example, limit.sizes)
+    other = dataclasses.replace(loaded, example=example, answers=())
+    with contextlib.suppress(ExportError):
+        again = capture_program(other)
+        if find_size_limit(again, other) is None and not find_program_fault(again, loaded, loaded.dynamic_sizes):
+            return again, other, ""
+    if limit.fixed:
         sizes = {limit.fixed: loaded.dynamic_sizes[limit.fixed]}
-        raise FixedDimension(f"the graph is {limit.words}", _advise_fixed(loaded.signature, sizes))
-    return limit.words if limit else ""
+        raise FixedDimension(f"the graph is {limit.words}", advise_fixed(loaded, sizes))
+    return program, loaded, limit.words
 
 
 def capture_program(loaded: "LoadedModel") -> "ExportedProgram":
@@ -275,8 +308,8 @@ def capture_program(loaded: "LoadedModel") -> "ExportedProgram":
     try:
         with torch.no_grad(), by_operators(), any_size:
             program = torch.export.export(loaded.module, _make_example(loaded), dynamic_shapes=(shapes,), strict=False)
-    except _FAILURES as error:
-        raise _explain(error, loaded.signature, _REMEDY_PROGRAM) from error
+    except FAILURES as error:
+        raise explain_failure(error, loaded, REMEDY_PROGRAM) from error
     shapes_of = {node.name: node.meta["val"].shape for node in program.graph.nodes if node.op == "placeholder"}
     symbols: dict[str, str] = {}
     input_shapes = [
@@ -286,7 +319,7 @@ def capture_program(loaded: "LoadedModel") -> "ExportedProgram":
         ]
         for name, spec in zip(program.graph_signature.user_inputs, loaded.signature.inputs, strict=True)
     ]
-    _check_inputs(input_shapes, loaded.signature)
+    _check_inputs(input_shapes, loaded)
     return program
 
 
@@ -305,12 +338,12 @@ def _make_example(loaded: "LoadedModel") -> tuple["Tensor", ...]:
     return tuple(resize_example(loaded.signature.inputs, loaded.example, sizes).values())
 
 
-def _check_inputs(shapes: Iterable[Iterable[Any]], signature: "Signature") -> None:
+def _check_inputs(shapes: Iterable[Iterable[Any]], loaded: "LoadedModel") -> None:
     """Insist that dynamic dimensions are free, but for sums: ``past+length`` and ``length+past`` are equal."""
-    for shape, spec in zip(shapes, signature.inputs, strict=True):
+    for shape, spec in zip(shapes, loaded.signature.inputs, strict=True):
         for axis, (given, wanted) in enumerate(zip(shape, spec.shape, strict=True)):
             if isinstance(wanted, str) and isinstance(given, int):
-                raise _explain_fixed_dimension(signature, spec, axis, given)
+                raise explain_fixed_dimension(loaded, spec, axis, given)
             if isinstance(wanted, str) and str(given) != wanted and not is_sum(wanted):
                 raise FixedDimension(
                     f"the model needs {wanted!r} (dimension {axis} of {spec.name!r}) to equal {str(given)!r}",
@@ -345,8 +378,8 @@ def _trace(loaded: "LoadedModel", out: Path, opset: int, progress: Progress) -> 
                     output_names=[spec.name for spec in outputs],
                     dynamic_axes=axes,
                 )
-        except (torch.onnx.errors.OnnxExporterError, *_FAILURES) as error:
-            raise _explain(error, loaded.signature) from error
+        except (torch.onnx.errors.OnnxExporterError, *FAILURES) as error:
+            raise explain_failure(error, loaded) from error
         _check_trace(path, loaded)
         model = edit.load(path)
         ir.external_data.load_to_model(model)
@@ -376,145 +409,7 @@ def _check_trace(path: Path, loaded: "LoadedModel") -> None:
     if fault == "example":
         raise ExportError("the trace does not answer as the model does, even to its example", change)
     if fault == "sizes":
-        fix = f"make all sizes fixed with {_write_inputs(loaded.signature, dynamic)}"
+        fix = f"make all sizes fixed with {write_inputs(loaded, dynamic)}"
         raise FixedDimension(f"the trace holds only at the sizes of the example ({sizes})", f"{change}; or {fix}")
     if fault == "values":
         raise ExportError(f"the trace holds only for the values of the example ({sizes})", change)
-
-
-# What went wrong in an export, in one sentence: the operator, the line of the model's code, and what to do.
-
-_OPERATOR = (
-    re.compile(r"OpOverload\(op='([\w.]+)'"),
-    re.compile(r"unrecognized namespace ([\w:]+)"),
-    re.compile(r"Exporting the operator '([\w:]+)'"),
-    re.compile(r"DataDependentOutputException: (aten\.equal)\b"),
-    re.compile(r"(?:Could not find|Missing) .*?'?(\w+::\w+)'?"),
-)
-_STATIC = re.compile(r"static shape of (\d+) for dimension (.+)\.shape\[(\d+)\]")
-_SPECIALIZED = re.compile(r"\['tensors'\]\[(\d+)\]\.size\(\)\[(\d+)\] as dynamic but .* constant \((\d+)\)")
-_COMPLEX = re.compile(r"for the complex-valued input|aten\._conj\b|aten\._neg_view\b|aten::view_as_complex\b")
-_POSITION = re.compile(r"\[(\d+)\]$")
-_FRAME = re.compile(r'File "([^"]+)", line (\d+)')
-_TOOLS = ("torch", "onnx", "onnxscript", "onnx_ir", "enginesmith")
-_HERE = Path(__file__).resolve().parents[3]
-_REMEDY_OPERATOR = "rewrite that line with operators that ONNX has, or register a translation with torch.onnx"
-_INSTEAD = {
-    "linalg_pinv": "for a matrix a of independent columns, write torch.linalg.solve(a.mT @ a, a.mT)",
-    "linalg_lstsq": "for a matrix a of independent columns, write torch.linalg.solve(a.mT @ a, a.mT @ b)",
-    "linalg_qr": "for a matrix a of independent columns, write r = torch.linalg.cholesky(a.mT @ a, upper=True) and "
-    "torch.linalg.solve(r, a, left=False), which are R and Q but for signs",
-    "linalg_lu": "write torch.linalg.solve, det or slogdet of the matrix, for what the factors are used for",
-    "lu_": "write torch.linalg.solve of the matrix itself",
-    "_linalg_solve_ex": "write torch.linalg.solve",
-    "cholesky_solve": "write torch.linalg.solve_triangular twice, or torch.linalg.solve of the matrix itself",
-    "cholesky_inverse": "write torch.linalg.inv of the matrix itself",
-    "triangular_solve": "write torch.linalg.solve_triangular",
-    "nanmedian": "write torch.median of what torch.where puts in the place of NaN",
-    "histc": "write torch.zeros(bins).scatter_add(0, torch.bucketize(x, edges), torch.ones_like(x))",
-    "bincount": "write torch.zeros(bins).scatter_add(0, x, torch.ones(x.shape)), for a number of bins that is known",
-    "segment_reduce": "write torch.scatter_reduce with the number of each row's segment",
-    "put": "write x.flatten().scatter(0, places, numbers)",
-    "equal": "write (a == b).all() for torch.equal; for torch.cov and corrcoef, which use it, products of rows without "
-    "their means, x @ x.mT / (n - 1)",
-}
-"""Code to write instead of operators that have no translation, by how their names begin."""
-_REMEDY_COMPLEX = (
-    "keep real and imaginary parts in float32 tensors and weights: torch.view_as_real behind an FFT, "
-    "torch.view_as_complex only before the inverse one"
-)
-_REMEDY_DATA = "the path through the code depends on values: use torch.where or torch.cond, or fix the value"
-_REMEDY_PROGRAM = "the whole trace is in the step's log; engines that are made from ONNX have another exporter, too"
-_REMEDY = "the whole trace is in the step's log; take the other one with --exporter, or rewrite what it names"
-
-
-def _explain(error: BaseException, signature: "Signature", remedy: str = _REMEDY) -> ExportError:
-    """Return the reason of an exporter's exception, and a remedy, by default that for an export to ONNX."""
-    chain = list(_walk_chain(error))
-    for link in chain:
-        if static := _STATIC.search(str(link)):
-            position = _POSITION.search(static[2])
-            spec = signature.inputs[int(position[1]) if position else 0]
-            return _explain_fixed_dimension(signature, spec, int(static[3]), int(static[1]))
-        if fixed := _SPECIALIZED.search(str(link)):
-            index, axis, size = map(int, fixed.groups())
-            return _explain_fixed_dimension(signature, signature.inputs[index], axis, size)
-    text = "\n".join(f"{type(link).__name__}: {link}" for link in chain)
-    operator = next((match[1] for pattern in _OPERATOR if (match := pattern.search(text))), "")
-    place = next((line for link in reversed(chain) if (line := _find_place(link))), "")
-    where = f" at {place}" if place else ""
-    if refusal := next((link for link in chain if isinstance(link, ExportError)), None):  # of a translation
-        return ExportError(f"{refusal.message}{where}", refusal.remedy)
-    if operator and remedy == _REMEDY:
-        lacking = f"the operator {operator}{where} has no translation to ONNX"
-        if _COMPLEX.search(text):
-            return ExportError(f"{lacking} for complex numbers", _REMEDY_COMPLEX)
-        name = re.split(r"\.|::", operator)[1]
-        remedies = (words for start, words in _INSTEAD.items() if name.startswith(start))
-        return ExportError(lacking, next(remedies, _REMEDY_OPERATOR))
-    first = next((line.strip() for line in str(chain[-1]).splitlines() if line.strip()), "no message")[:300]
-    reason = f"{type(chain[-1]).__name__}: {first.partition(' Please feel free')[0]}"
-    remedy = _REMEDY_DATA if "data-dependent" in text else remedy
-    return ExportError(f"the model cannot be exported{where}: {reason}", remedy)
-
-
-def _explain_fixed_dimension(signature: "Signature", spec: "TensorSpec", axis: int, size: int) -> FixedDimension:
-    """Return the reason for one dimension that came out fixed, and a remedy, with the ``--input`` of all inputs."""
-    word = str(spec.shape[axis])
-    message = f"the graph holds only for {word} = {size} (dimension {axis} of input {spec.name!r})"
-    if is_sum(word):
-        return FixedDimension(message, "remove that size from the model's code, or fix all of the sum with --input")
-    return FixedDimension(
-        message,
-        f"{_advise_fixed(signature, {word: size})}, such as a loop over that many steps; where that has none, "
-        "torch.export fixes it, as within torch.vmap: write a batched product in its place",
-    )
-
-
-def _advise_fixed(signature: "Signature", sizes: Mapping[str, int]) -> str:
-    inputs = _write_inputs(signature, sizes)
-    return f"make it fixed with {inputs}, or remove that size from the model's code"
-
-
-def _write_inputs(signature: "Signature", sizes: Mapping[str, int]) -> str:
-    """Write the ``--input`` of all inputs, with fixed sizes in the place of words."""
-    split = ([str(dim).split("+") for dim in spec.shape] for spec in signature.inputs)
-    fixed = ([join_sum(str(sizes.get(part, part)) for part in parts) for parts in dims] for dims in split)
-    pairs = zip(signature.inputs, fixed, strict=True)
-    return " ".join(f"--input {spec.model_copy(update={'shape': tuple(shape)})}" for spec, shape in pairs)
-
-
-def _walk_chain(error: BaseException) -> Iterator[BaseException]:
-    """Return the exception and what caused it, the root cause last."""
-    link: BaseException | None = error
-    while link is not None:
-        yield link
-        link = link.__cause__ or (None if link.__suppress_context__ else link.__context__)
-
-
-def _find_place(error: BaseException) -> str:
-    """Return ``file:line`` of the innermost frame that is the model's own code.
-
-    The stack that torch.export noted for the graph node in translation counts, if a frame has one in its hands.
-    """
-    frames: list[tuple[str, object]] = []
-    recorded = ""
-    for frame, line in traceback.walk_tb(error.__traceback__):
-        frames.append((frame.f_code.co_filename, line))
-        meta = getattr(frame.f_locals.get("node"), "meta", None)
-        if isinstance(meta, dict):
-            recorded = str(meta.get("stack_trace") or recorded)
-    inward = reversed([*frames, *_FRAME.findall(recorded)])
-    return next((f"{file}:{line}" for file, line in inward if _is_model_code(file)), "")
-
-
-def _is_model_code(file: str) -> bool:
-    import sysconfig
-
-    path = Path(file)
-    if file.startswith("<") or path.resolve().is_relative_to(_HERE / "pipeline"):
-        return False
-    if "site-packages" in path.parts:
-        package = path.parts[len(path.parts) - path.parts[::-1].index("site-packages")]
-        return package not in _TOOLS
-    return not path.is_relative_to(sysconfig.get_path("stdlib"))

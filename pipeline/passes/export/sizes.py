@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from types import CodeType
 from typing import TYPE_CHECKING
 
-from enginesmith.pipeline.passes.export.agreement import find_fault
+from enginesmith.pipeline.passes.export.agreement import Fault, find_fault
 from enginesmith.pipeline.tensors import Array, Feeds, is_sum
 
 if TYPE_CHECKING:
@@ -38,18 +38,39 @@ class SizeLimit:
     """Hold a condition on sizes that a program takes for granted, with a size at which it is wrong or fails."""
 
     words: str
+    sizes: Mapping[str, int]
+    """Sizes at which it is wrong or fails."""
     fixed: str = ""
     """Dynamic dimension of which the program takes about the example's size alone."""
 
 
 def find_size_limit(program: "ExportedProgram", loaded: "LoadedModel") -> SizeLimit | None:
     """Find a size at which the program answers otherwise than its module, or fails; None where there is none."""
-    from enginesmith.pipeline.frameworks.torch.dims import resize_example
-
     names = [spec.shape for spec in loaded.signature.inputs]
 
     def name(size: re.Match[str]) -> str:
         return f"({dim})" if is_sum(dim := names[int(size[1] or 0)][int(size[2])]) else str(dim)
+
+    guards = [_SIZE.sub(name, guard) for guard in program._guards_code]
+    example = loaded.dynamic_sizes
+    for symbol in example:
+        for size, broken in _list_trials(guards, loaded, symbol):
+            sizes = {**example, symbol: size}
+            fault = find_program_fault(program, loaded, sizes)
+            fixed = symbol if fault and _fixes(broken, example, symbol) else ""
+            if fault == "wrong":
+                words = f"right only where {broken}: with {symbol} = {size}, the module answers otherwise"
+                return SizeLimit(words, sizes, fixed)
+            if fault:
+                fails = f"captured where {broken}: with {symbol} = {size}, PyTorch's own program fails"
+                others = "other sizes than those of --shape and --batch, which are compared, may be wrong"
+                return SizeLimit(fails if fixed else f"{fails}, so {others}", sizes, fixed)
+    return None
+
+
+def find_program_fault(program: "ExportedProgram", loaded: "LoadedModel", sizes: Mapping[str, int]) -> Fault:
+    """Find out whether program and module answer differently at these sizes, or the program alone cannot answer."""
+    from enginesmith.pipeline.frameworks.torch.dims import resize_example
 
     def run(feeds: Feeds) -> list[Array]:
         import torch
@@ -57,21 +78,8 @@ def find_size_limit(program: "ExportedProgram", loaded: "LoadedModel") -> SizeLi
         tensors = map(torch.from_numpy, feeds.values())
         return [value.numpy() for value in program.module(check_guards=False)(*tensors)]
 
-    guards = [_SIZE.sub(name, guard) for guard in program._guards_code]
-    example = loaded.dynamic_sizes
-    for symbol in example:
-        for size, broken in _list_trials(guards, loaded, symbol):
-            feeds = resize_example(loaded.signature.inputs, loaded.example, {**example, symbol: size})
-            fault = find_fault(loaded, feeds, run, loaded.signature.unordered)
-            fixed = symbol if fault and _fixes(broken, example, symbol) else ""
-            if fault == "wrong":
-                words = f"right only where {broken}: with {symbol} = {size}, the module answers otherwise"
-                return SizeLimit(words, fixed)
-            if fault:
-                fails = f"captured where {broken}: with {symbol} = {size}, PyTorch's own program fails"
-                others = "other sizes than those of --shape and --batch, which are compared, may be wrong"
-                return SizeLimit(fails if fixed else f"{fails}, so {others}", fixed)
-    return None
+    feeds = resize_example(loaded.signature.inputs, loaded.example, sizes)
+    return find_fault(loaded, feeds, run, loaded.signature.unordered)
 
 
 def _list_trials(guards: Sequence[str], loaded: "LoadedModel", symbol: str) -> Iterator[tuple[int, str]]:

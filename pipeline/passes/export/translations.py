@@ -124,6 +124,8 @@ def list_translations(opset: int) -> dict[Any, Callable[..., Any]]:
         aten.logdet.default: matrices.log_of_determinant,
         aten._linalg_slogdet.default: matrices.log_determinant,
         aten.masked_select.default: masked_select,
+        aten._is_all_true.default: core.aten_all,
+        aten._is_any_true.default: core.aten_any,
         **({aten.scaled_dot_product_attention.default: attention} if opset >= _ATTENTION_OPSET else {}),
         **list_expert_translations(),
     }
