@@ -53,6 +53,10 @@ _BY_SIZE = (
     "; at other sizes it is right: perhaps the module decides by a size in Python (limit its range with --shape, or "
     "use torch.cond), or an operator is exported wrongly for some sizes"
 )
+_FAILS = (
+    "limit sizes to those for which it runs, with --shape and --batch, or fix them in --input: perhaps the module "
+    "decides by a size in Python"
+)
 _UNSTEADY = (
     "; eager's own answer is another one where its operations are rounded otherwise: look for a division by nearly 0, "
     "as by the deviation of numbers that are all equal"
@@ -434,7 +438,12 @@ class Verify(EngineCheck):
             (str(value.dtype) for value in expected[0].values()), self.precision, self.min_sqnr_db
         )
         replayed = bool(getattr(self.engine, "cuda_graphs", False))
-        answers = [run_once(session, call, replayed=replayed) for call in feeds]
+        try:
+            answers = [run_once(session, call, replayed=replayed) for call in feeds]
+        except ModelError as error:
+            sizes = f"{case.points[0]} ({format_sizes(case.sizes)})"
+            message = f"after {self.stage} at {sizes}, where the given model runs: {error.message}"
+            raise ModelError(message, _FAILS) from error
         try:
             result = compare_calls(
                 list(zip(expected, answers, strict=True)),

@@ -8,8 +8,13 @@ import torch
 from torch import Tensor, nn
 
 import loading
+from enginesmith.pipeline.errors import SourceError
 from enginesmith.pipeline.frameworks.samples import batch_symbol, fixed_batch
-from enginesmith.pipeline.frameworks.torch import dims
+from enginesmith.pipeline.frameworks.torch import dims, factories
+from enginesmith.pipeline.frameworks.torch import module as torch_model
+from enginesmith.pipeline.frameworks.torch.factories import Built
+from enginesmith.pipeline.frameworks.torch.module import LoadOptions
+from enginesmith.pipeline.tensors import TensorSpec
 from loading import lambda_module
 
 load = loading.load  # a fixture
@@ -191,3 +196,23 @@ def test_one_output_that_follows_it_makes_it_the_batch(load, answer: Any) -> Non
     """An auxiliary answer for all samples changes nothing, nor rows that values choose, nor several for each sample."""
     loaded = load(lambda_module(answer), torch.randn(20, 4))
     assert batch_symbol(loaded.signature) == "batch"
+
+
+def test_sizes_that_have_to_be_equal_are_advised_to_have_one_name(load) -> None:
+    """Only one more of each is taken, for the rounding."""
+    squares = lambda_module(lambda x: (y := nn.functional.avg_pool2d(x, 2)) @ y)
+    images = torch.randn(2, 1, 16, 16)
+    with pytest.raises(SourceError, match="height = width = 8, and not with height = 8 and width = 16") as caught:
+        load(squares, images, "x:float32:batch,1,height,width")
+    assert (caught.value.remedy or "").endswith("--input x:float32:batch,1,side,side")
+    load(lambda_module(lambda x: x.mean((2, 3))), images, "x:float32:batch,1,height,width")
+
+
+def test_examples_that_nobody_gave_have_the_usual_sizes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those of an ``hf:`` model; a factory's own stay as they are, and so does the batch."""
+    specs = (TensorSpec.parse("x:float32:batch,1,height,4"),)
+    options = LoadOptions(inputs=specs, sizes={"height": 6, "batch": 5})
+    for takes, height in (("x",), 6), ((), 4):
+        built = Built(lambda_module(lambda x: x.mean((2, 3))), {"x": torch.randn(2, 1, 4, 4)}, takes=takes)
+        monkeypatch.setattr(factories, "build", lambda source, built=built: built)
+        assert torch_model.load(loading.SOURCE, options).example["x"].shape == (2, 1, height, 4)

@@ -10,7 +10,7 @@ from enginesmith.calibration.options import DataOptions
 from enginesmith.pipeline.artifact import Artifact
 from enginesmith.pipeline.engines.onnxruntime.engine import OnnxRuntime
 from enginesmith.pipeline.engines.onnxruntime.session import OnnxRuntimeSession
-from enginesmith.pipeline.errors import FidelityError
+from enginesmith.pipeline.errors import FidelityError, ModelError
 from enginesmith.pipeline.frameworks import samples
 from enginesmith.pipeline.frameworks.fidelity import compare, describe_failure, thresholds_for
 from enginesmith.pipeline.frameworks.rounding import FINE
@@ -81,6 +81,20 @@ def test_an_export_that_is_right_at_other_sizes_names_its_sizes_and_the_cause(tm
         rejected = verify.run({"model": made, "reference": judged}, out, lambda _: None).rejected
         assert rejected.startswith(f"after {stage} at max (batch 2): output 'y' has an SQNR of 6.0 dB")
         assert ("perhaps the module decides by a size" in rejected) is told
+
+
+def test_an_engine_that_fails_on_a_size_names_it(tmp_path: Path) -> None:
+    """Not the feeds are at fault, which the reference has answered."""
+    rows = np.ones((2, 3), np.float32)
+    samples.write(tmp_path, Samples(data="x", ranges={}, cases=(Case(points=("opt",), sizes={"batch": 2}, batch=2),)))
+    samples.write_arrays(tmp_path, "feeds", 0, {"x": rows})
+    samples.write_arrays(tmp_path, "outputs", 0, {"y": rows})
+    judged = Artifact(kind="reference", path=tmp_path / samples.RECORD, sha256="", bytes=0)
+    made = save_operator(tmp_path / "graph.onnx", "Reshape", np.array([1, 3]))
+    verify = Verify(stage="export", engine=OnnxRuntime(), device=Device(), precision="fp32", min_sqnr_db=None)
+    with pytest.raises(ModelError, match=r"after export at opt \(batch 2\), where the given model runs: ") as caught:
+        verify.run({"model": made, "reference": judged}, tmp_path, lambda _: None)
+    assert "--shape" in (caught.value.remedy or "")
 
 
 @pytest.mark.parametrize("own", [0.0, 0.01])

@@ -28,6 +28,8 @@ _LONG = 16
 """From this size on a shorter one is tried first, as it runs faster."""
 _ROWS = "rows"
 """Name of the first dimension of inputs whose rows are no samples."""
+_SIDE = "side"
+"""Name of two dimensions that have to be equal."""
 
 Forward = Callable[..., tuple[Tensor, ...]]
 Shapes = list[tuple[int, ...]]
@@ -208,17 +210,19 @@ def infer_dims(
     and gets another name where no output follows it.
 
     Raises:
-        SourceError: a dimension that was asked to be dynamic cannot vary, or outputs cannot have one of their dtypes.
+        SourceError: a dimension that was asked to be dynamic cannot vary, or not alone; or outputs cannot have one of
+            their dtypes.
     """
     dims: dict[str, list[int | str]] = {name: list(value.shape) for name, value in outputs.items()}
     notes: list[str] = []
     chosen, followed = _list_chosen_by_values(module, example, outputs), set[str]()
     for name, axis in chosen:
         dims[name][axis] = f"{name}_dim_{axis}"
-    sizes, others = read_sizes(specs, example), dict[str, int]()
+    sizes, others, rarely = read_sizes(specs, example), dict[str, int](), list[str]()
     grown: dict[tuple[str, int], dict[str, bool]] = {}
     for symbol, size in sizes.items():
         other, shapes = _try_other_size(module, specs, example, symbol, sizes)
+        rarely += [symbol] if symbol != BATCH and other in (size, size + 1) and size >= _LONG else []
         alone = (
             not specs_given and symbol == BATCH and size == 1 and _answers_first_alone(module, specs, example, outputs)
         )
@@ -235,6 +239,7 @@ def infer_dims(
                         followed.add(symbol)
                         grown.setdefault((name, axis), {})[symbol] = after - before == other - size
         elif specs_given:
+            _check_equal_words(module, specs, example, sizes.keys() - {BATCH}, sizes)
             raise SourceError(
                 f"the model runs with {symbol} = {size}, and with no other size that was tried",
                 f"write the number {size} instead of {symbol!r} in --input, or fix the model",
@@ -244,6 +249,7 @@ def infer_dims(
             specs = tuple(spec.model_copy(update={"shape": shape}) for spec, shape in zip(specs, fixed, strict=True))
             behavior = "answers the first sample alone" if alone else f"runs with a batch of {size} only"
             notes.append(f"the model {behavior}, so the dimension is fixed")
+    _check_equal_words(module, specs, example, rarely, sizes)
     sums = {
         (name, axis): _write_sum(words, outputs[name].shape[axis] - sum(sizes[word] for word in words), specs)
         for (name, axis), words in grown.items()
@@ -343,6 +349,44 @@ def _try_other_size(
             if other != size:
                 return other, _answer_shapes(module, specs, example, {**sizes, symbol: other})
     return size, None
+
+
+def _check_equal_words(
+    module: Forward,
+    specs: Sequence[TensorSpec],
+    example: Mapping[str, Tensor],
+    words: Collection[str],
+    sizes: Mapping[str, int],
+) -> None:
+    """Check that no two of these words have to be equal, as height and width of a model that takes squares.
+
+    A difference of one may be rounded away, so that a size that is one more tells nothing.
+
+    Raises:
+        SourceError: the model runs with half or twice the size of two words, and with neither of only one of them.
+    """
+    pairs = [pair for pair in itertools.combinations(sizes, 2) if sizes[pair[0]] == sizes[pair[1]]]
+    for first, second in (pair for pair in pairs if set(pair) <= set(words)):
+        size = sizes[first]
+        for other in (size // 2, 2 * size):
+            both, alone = {**sizes, first: other, second: other}, {**sizes, first: other}
+            if _runs(module, specs, example, both) and not _runs(module, specs, example, alone):
+                one = (_rename_dim(_rename_dim(spec, first, _SIDE), second, _SIDE) for spec in specs)
+                raise SourceError(
+                    f"the model runs with {first} = {second} = {other}, and not with {first} = {other} and "
+                    f"{second} = {size}",
+                    f"give both one name: {' '.join(f'--input {spec}' for spec in one)}",
+                )
+
+
+def _runs(
+    module: Forward, specs: Sequence[TensorSpec], example: Mapping[str, Tensor], sizes: Mapping[str, int]
+) -> bool:
+    """Tell whether the model runs at these sizes."""
+    with contextlib.suppress(Exception):
+        _answer_shapes(module, specs, example, sizes)
+        return True
+    return False
 
 
 def _answer_shapes(
