@@ -280,7 +280,7 @@ def widen_program(program: "ExportedProgram", loaded: "LoadedModel") -> tuple["E
         if find_size_limit(again, other) is None and not find_program_fault(again, loaded, loaded.dynamic_sizes):
             return again, other, ""
     if limit.fixed:
-        sizes = {limit.fixed: loaded.dynamic_sizes[limit.fixed]}
+        sizes = {word: loaded.dynamic_sizes[word] for word in limit.fixed}
         raise FixedDimension(f"the graph is {limit.words}", advise_fixed(loaded, sizes))
     return program, loaded, limit.words
 

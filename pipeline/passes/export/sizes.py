@@ -10,7 +10,7 @@ import math
 import operator
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import CodeType
 from typing import TYPE_CHECKING
 
@@ -40,31 +40,49 @@ class SizeLimit:
     words: str
     sizes: Mapping[str, int]
     """Sizes at which it is wrong or fails."""
-    fixed: str = ""
-    """Dynamic dimension of which the program takes about the example's size alone."""
+    fixed: tuple[str, ...] = ()
+    """Dynamic dimensions of which the program takes about the example's size alone."""
 
 
 def find_size_limit(program: "ExportedProgram", loaded: "LoadedModel") -> SizeLimit | None:
-    """Find a size at which the program answers otherwise than its module, or fails; None where there is none."""
+    """Find a size at which the program answers otherwise than its module, or fails; None where there is none.
+
+    Where a dimension is fixed, others that are fixed, too, are named with it.
+    """
     names = [spec.shape for spec in loaded.signature.inputs]
 
     def name(size: re.Match[str]) -> str:
         return f"({dim})" if is_sum(dim := names[int(size[1] or 0)][int(size[2])]) else str(dim)
 
     guards = [_SIZE.sub(name, guard) for guard in program._guards_code]
+    first: SizeLimit | None = None
+    for symbol in loaded.dynamic_sizes:
+        limit = _find_limit_along(program, loaded, guards, symbol)
+        if limit and first is None:
+            if not limit.fixed:
+                return limit
+            first = limit
+        elif limit and first:
+            first = replace(first, fixed=(*first.fixed, *limit.fixed))
+    return first
+
+
+def _find_limit_along(
+    program: "ExportedProgram", loaded: "LoadedModel", guards: Sequence[str], symbol: str
+) -> SizeLimit | None:
+    """Find a size of one dimension at which the program is wrong or fails."""
     example = loaded.dynamic_sizes
-    for symbol in example:
-        for size, broken in _list_trials(guards, loaded, symbol):
-            sizes = {**example, symbol: size}
-            fault = find_program_fault(program, loaded, sizes)
-            fixed = symbol if fault and _fixes(broken, example, symbol) else ""
-            if fault == "wrong":
-                words = f"right only where {broken}: with {symbol} = {size}, the module answers otherwise"
-                return SizeLimit(words, sizes, fixed)
-            if fault:
-                fails = f"captured where {broken}: with {symbol} = {size}, PyTorch's own program fails"
-                others = "other sizes than those of --shape and --batch, which are compared, may be wrong"
-                return SizeLimit(fails if fixed else f"{fails}, so {others}", sizes, fixed)
+    for size, broken in _list_trials(guards, loaded, symbol):
+        sizes = {**example, symbol: size}
+        fault = find_program_fault(program, loaded, sizes)
+        fixed = (symbol,) if fault and _fixes(broken, example, symbol) else ()
+        if fault == "wrong":
+            words = f"right only where {broken}: with {symbol} = {size}, the module answers otherwise"
+            return SizeLimit(words, sizes, fixed)
+        if fault:
+            fails = f"captured where {broken}: with {symbol} = {size}, PyTorch's own program fails"
+            others = "other sizes than those of --shape and --batch, which are compared, may be wrong"
+            return SizeLimit(fails if fixed else f"{fails}, so {others}", sizes, fixed)
     return None
 
 
