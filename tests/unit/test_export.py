@@ -291,7 +291,7 @@ def test_a_fixed_length_is_given_to_all_inputs_that_have_it(tmp_path: Path) -> N
 
 
 def test_where_both_exporters_fail_and_the_trace_holds_at_one_size_that_is_named(tmp_path: Path) -> None:
-    """As Longformer, which looks at values, and whose blocks of text are Python numbers."""
+    """Longformer does so, which looks at values, and whose blocks of text are Python numbers."""
 
     class Module(torch.nn.Module):
         def forward(self, x: Any) -> Any:

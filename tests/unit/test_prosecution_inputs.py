@@ -76,7 +76,7 @@ def test_a_search_of_a_few_inputs_has_some_of_each_family() -> None:
 
 
 def test_zeros_in_all_floats_of_the_largest_batch_come_first_after_a_sample() -> None:
-    """As silence is, or a black picture; zero may be outside of what samples have."""
+    """Zeros are silence, or a black picture; they may be outside of what samples have."""
     inputs = (spec("x", "float32", "batch", 6), spec("scale", "float32", 2), *TOKENS.signature.inputs[:1])
     mask = spec("mask", "float32", "batch", 6)
     feeds = {

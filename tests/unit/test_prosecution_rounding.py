@@ -78,7 +78,7 @@ def test_rounding_explains_that_a_sample_is_answered_otherwise_alone_where_it_ex
 
 @pytest.mark.parametrize("decided", [True, False])
 def test_a_class_that_rounding_decides_may_be_another_one_in_a_batch(decided: bool) -> None:
-    """Whether the engine computes in float32 or not; without it, the engine looks at the other samples."""
+    """It may in float32 and in a low precision; if rounding decides nothing, the engine looks at the other samples."""
 
     def answer(feeds: Feeds, first: int) -> dict[str, Array]:
         return {"y": np.concatenate([np.full_like(feeds["x"][:, :1], first), feeds["x"][:, 1:]], axis=1)}

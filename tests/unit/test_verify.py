@@ -49,7 +49,7 @@ def test_a_graph_that_is_bad_on_some_samples_is_rejected_at_batch_1(tmp_path: Pa
 
 
 def test_a_graph_with_another_shape_at_some_sizes_is_rejected_as_one_with_other_numbers(tmp_path: Path) -> None:
-    """As one that has the first piece of a batch alone; a model that is pruned on purpose has to have that shape."""
+    """Graphs of the first piece of a batch are such; a model that is pruned on purpose has to have the shape."""
     cases = tuple(Case(points=(point,), sizes={"batch": size}, batch=size) for point, size in (("min", 2), ("max", 3)))
     samples.write(tmp_path, Samples(data="x", ranges={}, cases=cases))
     for index, case in enumerate(cases):
