@@ -91,11 +91,7 @@ def find_trace_fault(path: Path, loaded: "LoadedModel") -> Literal["", "example"
     Raises:
         MissingCapability: ONNX Runtime is not installed.
     """
-    answer, unordered = functools.partial(evaluator.run_graph, path), model_file.signature(path).unordered
-
-    def differs(feeds: "Mapping[str, Tensor]") -> bool:
-        return bool(find_fault(loaded, feeds, answer, unordered))
-
+    differs = functools.partial(_differs, path, loaded)
     if differs(loaded.example):
         return "example"
     if any(differs(_resize(loaded, sizes)) for sizes in _list_other_sizes(loaded.dynamic_sizes)):
@@ -105,6 +101,18 @@ def find_trace_fault(path: Path, loaded: "LoadedModel") -> Literal["", "example"
         if differs(feeds):
             return "values"
     return ""
+
+
+def find_fixed_sizes(path: Path, loaded: "LoadedModel") -> dict[str, int]:
+    """Find the dynamic dimensions at which a traced file holds at the example's size alone, the others being as there."""
+    example = loaded.dynamic_sizes
+    trials = [(name, {**example, name: sizes[name]}) for sizes in _list_other_sizes(example) for name in example]
+    return {name: example[name] for name, sizes in trials if _differs(path, loaded, _resize(loaded, sizes))}
+
+
+def _differs(path: Path, loaded: "LoadedModel", feeds: "Mapping[str, Tensor]") -> bool:
+    answer = functools.partial(evaluator.run_graph, path)
+    return bool(find_fault(loaded, feeds, answer, model_file.signature(path).unordered))
 
 
 def _list_other_sizes(sizes: Mapping[str, int]) -> list[dict[str, int]]:

@@ -14,7 +14,7 @@ from enginesmith.pipeline.errors import ExportError, MissingCapability
 from enginesmith.pipeline.frameworks.onnx import edit, evaluator, ir, model_file
 from enginesmith.pipeline.frameworks.onnx.processing import extend
 from enginesmith.pipeline.passes.base import Pass, PrecisionRequest, Progress, Records, Stage
-from enginesmith.pipeline.passes.export.agreement import find_trace_fault, runs_at_other_sizes
+from enginesmith.pipeline.passes.export.agreement import find_fixed_sizes, find_trace_fault, runs_at_other_sizes
 from enginesmith.pipeline.passes.export.attention import decompose_attention, raise_masks, spread_masks
 from enginesmith.pipeline.passes.export.failures import (
     FAILURES,
@@ -409,7 +409,7 @@ def _check_trace(path: Path, loaded: "LoadedModel") -> None:
     if fault == "example":
         raise ExportError("the trace does not answer as the model does, even to its example", change)
     if fault == "sizes":
-        fix = f"make all sizes fixed with {write_inputs(loaded, dynamic)}"
+        fix = f"make sizes fixed with {write_inputs(loaded, find_fixed_sizes(path, loaded) or dynamic)}"
         raise FixedDimension(f"the trace holds only at the sizes of the example ({sizes})", f"{change}; or {fix}")
     if fault == "values":
         raise ExportError(f"the trace holds only for the values of the example ({sizes})", change)
