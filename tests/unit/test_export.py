@@ -296,14 +296,15 @@ def test_where_both_exporters_fail_and_the_trace_holds_at_one_size_that_is_named
     class Module(torch.nn.Module):
         def forward(self, x: Any) -> Any:
             size = int(x.new_full((), float(x.shape[0])).item())
-            return x + torch.ones(size, 4) if size < 3 else x + torch.ones(size, 4) * 2
+            ones = torch.ones(size, 1)
+            return x + ones if size < 3 else x + ones * 2
 
-    model = loaded(Module(), {"x": torch.ones(2, 4)}, {"x": ("batch", 4)}, ["y:float32:batch,4"])
+    model = loaded(Module(), {"x": torch.ones(2, 4)}, {"x": ("batch", "width")}, ["y:float32:batch,width"])
     with pytest.raises(ExportError, match="the trace holds only at the sizes of the example") as error:
         exported(tmp_path, model)
     assert "torch.where" in error.value.remedy
-    assert "--input x:float32:2,4" in error.value.remedy
-    fixed = loaded(Module(), {"x": torch.ones(2, 4)}, {"x": (2, 4)}, ["y:float32:2,4"])
+    assert "--input x:float32:2,width" in error.value.remedy
+    fixed = loaded(Module(), {"x": torch.ones(2, 4)}, {"x": (2, "width")}, ["y:float32:2,width"])
     exported(tmp_path, fixed)
 
 

@@ -127,10 +127,11 @@ def test_what_is_drawn_beside_an_example_fits_it(monkeypatch: pytest.MonkeyPatch
     layer = Add()
     monkeypatch.setattr(factories, "build", lambda source: Built(layer, {"left": ONE}, takes=("left", "right")))
     specs = tuple(TensorSpec.parse(f"{name}:float32:batch,width") for name in ("left", "right"))
-    loaded = torch_model.load(SOURCE, LoadOptions(inputs=specs, sizes={"width": 30}))
-    assert torch.equal(loaded.example["left"], ONE)
-    assert loaded.example["right"].shape == ONE.shape
-    assert not any("were drawn" in note for note in loaded.notes)
+    for sizes, shape in (({}, ONE.shape), ({"width": 30}, (2, 30))):
+        loaded = torch_model.load(SOURCE, LoadOptions(inputs=specs, sizes=sizes))
+        assert torch.equal(loaded.example["left"], torch.ones(shape))
+        assert loaded.example["right"].shape == shape
+        assert not any("were drawn" in note for note in loaded.notes)
 
 
 def test_a_size_that_nobody_gives_is_noted(monkeypatch: pytest.MonkeyPatch) -> None:
