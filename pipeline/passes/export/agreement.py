@@ -104,7 +104,7 @@ def find_trace_fault(path: Path, loaded: "LoadedModel") -> Literal["", "example"
 
 
 def find_fixed_sizes(path: Path, loaded: "LoadedModel") -> dict[str, int]:
-    """Find the dynamic dimensions along which, changed alone, a traced file differs; with their sizes in the example."""
+    """Find the dynamic dimensions along which, changed alone, a trace differs; with their sizes in the example."""
     example = loaded.dynamic_sizes
     trials = [(name, {**example, name: sizes[name]}) for sizes in _list_other_sizes(example) for name in example]
     return {name: example[name] for name, sizes in trials if _differs(path, loaded, _resize(loaded, sizes))}
