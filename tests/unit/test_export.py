@@ -1,7 +1,6 @@
 """Export of modules small enough to see through."""
 
 import re
-import types
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +13,7 @@ from torch.onnx._internal.exporter import _registration
 
 from enginesmith.pipeline.artifact import Artifact
 from enginesmith.pipeline.engines import simulation
-from enginesmith.pipeline.errors import ExportError, ModelError
+from enginesmith.pipeline.errors import ExportError
 from enginesmith.pipeline.frameworks.onnx import edit, evaluator, model_file
 from enginesmith.pipeline.passes.export import agreement, export
 from enginesmith.pipeline.passes.export.registry import keep_registry
@@ -82,90 +81,6 @@ def test_int32_indices_of_an_export_become_int64(tmp_path: Path) -> None:
     assert evaluator.largest_difference([model.module(*feeds.values())[0].numpy()], found) < 1e-6
 
 
-@pytest.mark.parametrize(("divisor", "factor", "told"), [(4, 2.0, "(length % 4) == 0"), (1, 2.0, ""), (4, 1.0, "")])
-def test_sizes_that_a_module_decides_by_are_named(tmp_path: Path, divisor: int, factor: float, told: str) -> None:
-    """Unless the answers are the same on both ways."""
-
-    class Module(torch.nn.Module):
-        def forward(self, x: Any) -> Any:
-            return x.sum(1) if x.shape[1] % divisor == 0 else factor * x.sum(1)
-
-    model = loaded(Module(), {"x": torch.ones(2, 8)}, {"x": ("batch", "length")}, ["y:float32:batch"])
-    notes = exported(tmp_path, model, exporter="dynamo").notes
-    words = f"the graph is right only where {told}: with length = 7, the module answers otherwise"
-    assert notes == ((words,) if told else ())
-
-
-def test_a_graph_is_captured_at_another_size_where_that_makes_one_for_all(tmp_path: Path) -> None:
-    """The path of a length that is no multiple of four holds for multiples, too; that of the example does not."""
-
-    class Blocks(torch.nn.Module):
-        def forward(self, x: Any) -> Any:
-            length = x.shape[1]
-            missing = (4 - length % 4) % 4
-            filled = torch.nn.functional.pad(x, (0, missing)) if missing else x
-            blocks = filled.reshape(x.shape[0], -1, 4).cumsum(2).reshape(x.shape[0], -1)
-            return blocks[:, :length] if missing else blocks
-
-    model = loaded(Blocks(), {"x": torch.randn(2, 8)}, {"x": ("batch", "length")}, ["y:float32:batch,length"])
-    assert exported(tmp_path, model, exporter="dynamo").notes == ()
-    for length in (1, 7, 8, 9, 14):
-        feed = torch.randn(3, length)
-        answer = evaluator.run_graph(tmp_path / edit.FILE, {"x": feed.numpy()})
-        assert evaluator.largest_difference([model.module(feed)[0].numpy()], answer) < 1e-6
-
-
-def fail(*feeds: Any) -> Any:
-    raise RuntimeError("runtime assertion failed")
-
-
-def refuse(*models: Any) -> Any:
-    raise ExportError("it cannot be captured")
-
-
-def test_a_program_that_fails_at_a_size_is_not_said_to_be_wrong_there(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its failure tells nothing of what becomes of it, such as the ONNX graph."""
-    monkeypatch.setattr(export, "capture_program", refuse)
-
-    model = loaded(torch.nn.Identity(), {"x": torch.ones(2, 8)}, {"x": ("batch", 8)}, ["y:float32:batch,8"])
-    program: Any = types.SimpleNamespace(_guards_code=["L['x'].size()[0] != 1"], module=lambda check_guards: fail)
-    words = export.widen_program(program, model)[2]
-    assert words.startswith("captured where batch != 1: with batch = 1, PyTorch's own program fails, so other sizes")
-
-
-def test_sizes_that_are_sums_are_whole_in_what_a_program_takes_for_granted(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(export, "capture_program", refuse)
-    model = loaded(
-        torch.nn.Identity(), {"x": torch.ones(2, 5)}, {"x": ("batch", "length+1")}, ["y:float32:batch,length+1"]
-    )
-    program: Any = types.SimpleNamespace(_guards_code=["2*L['x'].size()[1] != 8"], module=lambda check_guards: fail)
-    words = export.widen_program(program, model)[2]
-    assert words.startswith("captured where 2*(length+1) != 8: with length = 3,")
-
-
-@pytest.mark.parametrize(("dims", "advice"), [(("batch", "length"), "batch,8"), (("rows", "length"), "9,8")])
-def test_sizes_that_a_capture_holds_alone_are_told_to_be_fixed(
-    tmp_path: Path, dims: tuple[str, ...], advice: str
-) -> None:
-    """The trace of the other exporter, which holds at no other number of blocks either, is no way out."""
-
-    class Blocks(torch.nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.register_buffer("table", torch.randn(2, 8))
-
-        def forward(self, x: Any) -> Any:
-            table = self.table if x.shape[1] // 4 == len(self.table) else torch.ones(2, 8)
-            if dims[0] == "rows" and x.shape[0] // 9 == 1:
-                table = 2 * table
-            return (x.mean(1)[:, None, None] * table).sum((1, 2))
-
-    model = loaded(Blocks(), {"x": torch.randn(9, 8)}, {"x": dims}, [f"y:float32:{dims[0]}"])
-    with pytest.raises(ExportError, match=r"the graph is right only where .* the module answers otherwise") as error:
-        exported(tmp_path, model)
-    assert error.value.remedy.startswith(f"make it fixed with --input x:float32:{advice}, or remove that size from")
-
-
 class Extremes(torch.nn.Module):
     def forward(self, first: torch.Tensor, second: torch.Tensor) -> Any:
         pairs = [torch.maximum(first, second), torch.minimum(first, second)]
@@ -230,30 +145,6 @@ def test_a_normalization_in_bf16_is_folded_into_weights_in_bf16(tmp_path: Path, 
     assert evaluator.largest_difference([expected], [found]) < 2e-2
 
 
-def test_a_fixed_dimension_is_named(tmp_path: Path) -> None:
-    class Fixed(torch.nn.Module):
-        def forward(self, x: Any) -> Any:
-            assert x.shape[0] == 2
-            return x + 1
-
-    model = loaded(Fixed(), {"x": torch.ones(2, 4)}, {"x": ("batch", 4)}, ["y:float32:2,4"])
-    with pytest.raises(ExportError, match=r"holds only for batch = 2 .*'x'") as error:
-        exported(tmp_path, model)
-    assert "--input x:float32:2,4" in error.value.remedy
-    assert "torch.vmap" in error.value.remedy
-
-
-def test_a_batch_that_has_to_be_fixed_is_advised_to_be_one_sample(tmp_path: Path) -> None:
-    class Loop(torch.nn.Module):
-        def forward(self, x: Any) -> Any:
-            return torch.stack([row.mean() for row in x])
-
-    model = loaded(Loop(), {"x": torch.randn(2, 4)}, {"x": ("batch", 4)}, ["y:float32:batch"])
-    with pytest.raises(ExportError, match="the graph holds only for batch = 2") as caught:
-        exported(tmp_path, model)
-    assert "make it fixed with --input x:float32:1,4, or" in (caught.value.remedy or "")
-
-
 @pytest.mark.parametrize("function", [torch._is_all_true, torch._is_any_true])
 def test_assertions_about_values_are_left_out(tmp_path: Path, function: Any) -> None:
     """So transformers checks what it is given, in models of detectors."""
@@ -265,47 +156,6 @@ def test_assertions_about_values_are_left_out(tmp_path: Path, function: Any) -> 
 
     model = loaded(Checked(), {"x": torch.randn(2, 4)}, {"x": ("batch", 4)}, ["y:float32:batch,4"])
     assert exported(tmp_path, model).summary == "1 nodes, opset 23, by the torch.export exporter"
-
-
-def test_a_fixed_length_is_given_to_all_inputs_that_have_it(tmp_path: Path) -> None:
-    """A module that goes through a text step by step, as RWKV and Mamba do."""
-
-    class Steps(torch.nn.Module):
-        def forward(self, ids: Any, mask: Any, longer: Any, scale: Any) -> Any:
-            state = longer.sum(1)
-            for step in range(ids.shape[1]):
-                state = state * 0.5 + ids[:, step] * mask[:, step]
-            return state * scale
-
-    example = {"ids": torch.ones(2, 6), "mask": torch.ones(2, 6), "longer": torch.ones(2, 7), "scale": torch.ones(2)}
-    sizes = {"ids": ("sequence",), "mask": ("sequence",), "longer": ("sequence+1",), "scale": ()}
-    dims: Any = {name: ("batch", *rest) for name, rest in sizes.items()}
-    with pytest.raises(ExportError, match=r"holds only for sequence = 6 .*'ids'") as error:
-        exported(tmp_path, loaded(Steps(), example, dims, ["y:float32:batch"]))
-    flags = (
-        "--input ids:float32:batch,6 --input mask:float32:batch,6 --input longer:float32:batch,7 --input scale:float32"
-    )
-    assert flags in error.value.remedy
-    fixed = dims | {"ids": ("batch", 6), "mask": ("batch", 6), "longer": ("batch", 7)}
-    exported(tmp_path, loaded(Steps(), example, fixed, ["y:float32:batch"]))
-
-
-def test_where_both_exporters_fail_and_the_trace_holds_at_one_size_that_is_named(tmp_path: Path) -> None:
-    """Longformer does so, which looks at values, and whose blocks of text are Python numbers."""
-
-    class Module(torch.nn.Module):
-        def forward(self, x: Any) -> Any:
-            size = int(x.new_full((), float(x.shape[0])).item())
-            ones = torch.ones(size, 1)
-            return x + ones if size < 3 else x + ones * 2
-
-    model = loaded(Module(), {"x": torch.ones(2, 4)}, {"x": ("batch", "width")}, ["y:float32:batch,width"])
-    with pytest.raises(ExportError, match="the trace holds only at the sizes of the example") as error:
-        exported(tmp_path, model)
-    assert "torch.where" in error.value.remedy
-    assert "--input x:float32:2,width" in error.value.remedy
-    fixed = loaded(Module(), {"x": torch.ones(2, 4)}, {"x": (2, "width")}, ["y:float32:2,width"])
-    exported(tmp_path, fixed)
 
 
 def test_an_operator_without_translation_is_named_with_its_line(tmp_path: Path) -> None:
@@ -533,40 +383,6 @@ def test_a_mask_may_be_as_long_as_two_inputs_together(tmp_path: Path, exporter: 
         assert evaluator.largest_difference(expected, answers) < 1e-5
 
 
-class Pieces(torch.nn.Module):
-    """Normalize the batch in pieces, as TabNet does."""
-
-    def __init__(self, size: int) -> None:
-        super().__init__()
-        self.norm, self.size = torch.nn.BatchNorm1d(3), size
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        pieces = x.split(self.size) if self.size else x.chunk(int(np.ceil(x.shape[0] / 128)), 0)
-        return torch.cat([self.norm(piece) for piece in pieces])
-
-
-def test_a_batch_that_is_cut_into_pieces_is_exported(tmp_path: Path) -> None:
-    """Their size is a size of the input: onnxscript's optimizer fails where it is to make Split of that."""
-    model = loaded(Pieces(0), {"x": torch.randn(4, 3)}, {"x": ("batch", 3)}, ["y:float32:batch,3"])
-    assert exported(tmp_path, model, exporter="dynamo").notes == ()
-    assert "Slice" in model_file.summary(tmp_path / edit.FILE).operators
-    for batch in (1, 8, 130, 300):
-        x = torch.randn(batch, 3)
-        answer = evaluator.run_graph(tmp_path / edit.FILE, {"x": x.numpy()})
-        np.testing.assert_allclose(answer[0], model.module(x)[0].detach().numpy(), atol=1e-6)
-
-
-def test_a_size_far_from_the_examples_from_which_on_pieces_are_lacking_is_named(tmp_path: Path) -> None:
-    model = loaded(Pieces(128), {"x": torch.randn(8, 3)}, {"x": ("batch", 3)}, ["y:float32:batch,3"])
-    (note,) = exported(tmp_path, model, exporter="dynamo").notes
-    guard = "((127 + batch) // 128) == 1"
-    assert note.startswith(f"the graph is captured where {guard}: with batch = 129, PyTorch's own program fails")
-    for batch in (1, 128):
-        x = torch.randn(batch, 3)
-        answer = evaluator.run_graph(tmp_path / edit.FILE, {"x": x.numpy()})
-        np.testing.assert_allclose(answer[0], model.module(x)[0].detach().numpy(), atol=1e-6)
-
-
 def test_a_graph_that_onnxscript_cannot_optimize_is_left_to_the_other_exporter(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -608,18 +424,3 @@ def test_boxes_are_compared_as_sets_but_where_rounding_decides_which_are_kept(
     assert agreement.find_fault(model, feeds, answer, {"box": "rows", "score": "rows"}) == fault
     in_order = agreement.find_fault(model, feeds, answer, {})
     assert in_order == ("wrong" if level and places != [5, 4, 3, 2] else "")
-
-
-def test_feeds_that_the_module_does_not_take_are_no_fault_of_a_graph() -> None:
-    class Picky(torch.nn.Module):
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            if x.shape[0] == 3:
-                raise ValueError("not three")
-            return x
-
-    def fail(feeds: Any) -> Any:
-        raise ModelError("the graph does not take it")
-
-    model = loaded(Picky(), {"x": torch.ones(2)}, {"x": ("batch",)}, ["y:float32:batch"])
-    assert agreement.find_fault(model, {"x": torch.ones(3)}, fail, {}) == ""
-    assert agreement.find_fault(model, {"x": torch.ones(2)}, fail, {}) == "fails"
