@@ -18,7 +18,7 @@ from enginesmith.pipeline.artifact import Artifact
 from enginesmith.pipeline.engines.torch.eager import Eager
 from enginesmith.pipeline.errors import DataError
 from enginesmith.pipeline.frameworks.source import Source, resolve
-from enginesmith.pipeline.frameworks.torch import factories, hugging_face, module
+from enginesmith.pipeline.frameworks.torch import factories, hugging_face, hugging_face_inputs, module
 from enginesmith.pipeline.passes.finetune.options import RecoverOptions
 from enginesmith.pipeline.passes.prune import selection
 from enginesmith.pipeline.passes.prune.options import PruneOptions, PruneTarget
@@ -126,7 +126,7 @@ def test_a_folders_configuration_names_the_classes(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(factories, "_library", lambda *_: None)
     monkeypatch.setattr(hugging_face, "load_model", lambda *_: (Classifier(3, 2), [], []))
     example = {"input": (torch.ones(2, 3), TensorSpec.parse("input:float32:batch,3"))}
-    monkeypatch.setattr(hugging_face, "make_example", lambda _: example)
+    monkeypatch.setattr(hugging_face_inputs, "make_example", lambda _: example)
     loaded = module.load(Source(form="hf", text="hf:folder", target="folder"), module.LoadOptions())
     assert loaded.class_names == ("POSITIVE", "NEGATIVE")
 
