@@ -1,6 +1,5 @@
 """Example inputs of a module: the source's, brought into the order of its inputs, or drawn where nobody gives any."""
 
-import dataclasses
 import inspect
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
@@ -63,28 +62,13 @@ def _make_up(
     values: dict[str, Tensor] = built.example or {}
     alike = [spec for spec in specs if spec.name in values and values[spec.name].ndim == len(spec.shape)]
     known = read_sizes((spec for spec in alike if not any(map(is_sum, spec.shape))), values)
+    known |= {word: usual[word] for word in known if word in usual and word != BATCH}
     sizes = _choose_sizes(specs, usual) | known
     fitted = {spec.name: value for spec in alike if (value := _fit(values[spec.name], spec, sizes)) is not None}
     by_library = bool(built.takes)
     example = {spec.name: fitted.get(spec.name, _draw(spec, sizes, by_library=by_library)) for spec in specs}
     words = (word for spec in specs if spec.name not in fitted for word in spec.symbols)
     return example, {word: sizes[word] for word in words if word not in known}
-
-
-def resize_made_up(built: factories.Built, specs: Sequence[TensorSpec], usual: Mapping[str, int]) -> factories.Built:
-    """Give an example that nobody gave the ``usual`` sizes of its dynamic dimensions, but for the batch and sums."""
-    example, words = dict(built.example), dict[str, int]()
-    for spec in specs:
-        shape = tuple(example[spec.name].shape) if spec.name in example else ()
-        fits = len(shape) == len(spec.shape) and all(
-            isinstance(dim, str) or dim == size for dim, size in zip(spec.shape, shape, strict=True)
-        )
-        if fits and not any(map(is_sum, spec.shape)):
-            sizes = {word: size for word, size in usual.items() if word in spec.symbols and word != BATCH}
-            example |= resize_example([spec], example, read_sizes([spec], example) | sizes)
-            words |= sizes
-    origin = f"{built.origin}, with {', '.join(f'{word} = {size}' for word, size in words.items())}"
-    return dataclasses.replace(built, example=example, origin=origin) if words else built
 
 
 def describe_made_up(

@@ -252,8 +252,6 @@ def load(source: Source, options: LoadOptions, read_rows: RowReader | None = Non
         rows, read = read_rows(specs)
         example = {name: torch.from_numpy(value) for name, value in rows.items()}
         built = dataclasses.replace(built, example=example, takes=(), origin="the first samples of the data")
-    elif built.is_made_up and built.example is not None:
-        built = examples.resize_made_up(built, _describe_core(options, built).inputs, options.sizes)
     with track_files(options.allow_pickle) as running:
         loaded = _infer_signature(source, _describe_core(options, built), built)
         if options.processing:

@@ -205,13 +205,13 @@ def _zero_floats(space: InputSpace, rng: np.random.Generator) -> Iterator[Attemp
 
 
 def _walk_values(space: InputSpace, rng: np.random.Generator) -> Iterator[Attempt]:
-    """Set one input after the other, and all together, to patterns that samples do not have."""
+    """Set one input after the other to patterns that samples do not have."""
     names = [spec.name for spec in space.signature.inputs if spec.name not in space.kept]
     for pattern in _PATTERNS:
-        for changed in dict.fromkeys(((name,) for name in names), None) if len(names) > 1 else [tuple(names)]:
+        for name in names:
             base = make_feeds(space, space.usual_sizes(), rng)
-            feeds = {**base, **{name: _fill(pattern, base[name], space.bounds[name], rng) for name in changed}}
-            yield Attempt("values", f"{', '.join(changed)}: {pattern}", feeds, False)
+            feeds = {**base, name: _fill(pattern, base[name], space.bounds[name], rng)}
+            yield Attempt("values", f"{name}: {pattern}", feeds, False)
 
 
 _PATTERNS = (
