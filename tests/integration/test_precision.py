@@ -190,6 +190,13 @@ def test_a_second_run_takes_everything_from_the_store(digits_run: Path, store: P
     assert {step.id for step in again.steps if not step.cached} <= tried_again
 
 
+@pytest.mark.usefixtures("digits_run")
+def test_a_model_has_its_own_files_alone_whatever_the_fork_server_imported(store: Path) -> None:
+    loaded = [json.loads(path.read_bytes()) for path in store.glob("objects/*/*/model.json")]
+    files = [name for record in loaded if record["model"] == "digits" for name, _ in record["code"]]
+    assert set(files) == {"{enginesmith}/models/weights/digits.safetensors"}
+
+
 def test_a_group_can_be_kept_by_hand(cli: Cli, tmp_path: Path) -> None:
     out = tmp_path / "digits.onnx"
     done = cli("precision", "digits", "-o", out, "--precision", "int8", "--keep", "head*", "--search-steps", "2")
