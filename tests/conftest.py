@@ -33,7 +33,8 @@ class Answer:
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)  # many processes are started here, and each would compile everything
 for _name, _value in {"OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE"}.items():
     os.environ.setdefault(_name, _value)  # models are small here, and other tests run beside
-worker.also_preload(["enginesmith.tests.data.warm_up:export_once"])  # of all tests of this process
+if os.environ.get("CUDA_VISIBLE_DEVICES") == "":  # an export initializes CUDA, and no fork could use it any more
+    worker.also_preload(["enginesmith.tests.data.warm_up:export_once"])
 Cli = Callable[..., Answer]
 _BRIEFLY = {"--measure-time": "0.3s", "--threads": "1"}
 _UNTRIED = ("--prosecute", "0s")
