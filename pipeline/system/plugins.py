@@ -35,12 +35,12 @@ class Plugin(NamedTuple):
 
 def installed(group: str) -> tuple[Plugin, ...]:
     """List a group's entry points by name, without importing any."""
-    return tuple(sorted({_describe(point) for point in _entry_points(group=group)}))
+    return tuple(sorted({_describe(point) for point in _entry_points(group)}))
 
 
 def offered(group: str, name: str) -> bool:
     """Tell whether a distribution offers an entry point of that name."""
-    return bool(_entry_points(group=group, name=name))
+    return bool(_entry_points(group, name))
 
 
 def load(group: str, name: str) -> Any:
@@ -49,7 +49,7 @@ def load(group: str, name: str) -> Any:
     Raises:
         MissingCapability: there is none of that name, several distributions offer it, or importing it fails.
     """
-    points = {(_describe(item), item.value): item for item in _entry_points(group=group, name=name)}
+    points = {(_describe(item), item.value): item for item in _entry_points(group, name)}
     if not points:
         raise MissingCapability(f"no installed distribution offers {name!r} in {group}", "install the one that does")
     if len(points) > 1:
@@ -66,14 +66,15 @@ def load(group: str, name: str) -> Any:
         ) from error
 
 
-def _entry_points(**wanted: str) -> EntryPoints:
-    return _read_entry_points(tuple(sys.path)).select(**wanted)
+def _entry_points(group: str, name: str = "") -> list[EntryPoint]:
+    """List the entry points of a group, or those of a name in it."""
+    return [point for point in _read_entry_points(group, tuple(sys.path)) if name in ("", point.name)]
 
 
 @functools.cache
-def _read_entry_points(path: tuple[str, ...]) -> EntryPoints:
-    """Read all entry points on the path of modules: a file of each distribution is opened, 0.1 s of work."""
-    return importlib.metadata.entry_points()
+def _read_entry_points(group: str, path: tuple[str, ...]) -> EntryPoints:
+    """Read a group's entry points on the path of modules: a file of each distribution is opened, 0.1 s of work."""
+    return importlib.metadata.entry_points(group=group)
 
 
 def load_class(group: str, name: str, table: Mapping[str, str], contract: str) -> type[Any]:
