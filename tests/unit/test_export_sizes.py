@@ -47,6 +47,30 @@ def test_a_graph_is_captured_at_another_size_where_that_makes_one_for_all(tmp_pa
         assert evaluator.largest_difference([model.module(feed)[0].numpy()], answer) < 1e-6
 
 
+def test_a_size_that_only_the_example_has_is_no_fixed_one(tmp_path: Path) -> None:
+    """As where positions are made anew for all pictures but those of the size in the configuration."""
+
+    class Positions(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.register_buffer("table", torch.randn(1, 1, 4, 4))
+
+        def forward(self, x: Any) -> Any:
+            height, width = x.shape[2:]
+            if height == width and height * width == 16:
+                return x + self.table
+            return x + torch.nn.functional.interpolate(self.table, size=(height, width), mode="nearest")
+
+    dims = ("batch", 1, "height", "width")
+    model = loaded(Positions(), {"x": torch.randn(2, 1, 4, 4)}, {"x": dims}, ["y:float32:batch,1,height,width"])
+    effect = exported(tmp_path, model)
+    assert (effect.summary.endswith("by the torch.export exporter"), effect.notes) == (True, ())
+    for height, width in ((4, 4), (8, 4), (5, 5), (3, 7)):
+        feed = torch.randn(3, 1, height, width)
+        answer = evaluator.run_graph(tmp_path / edit.FILE, {"x": feed.numpy()})
+        assert evaluator.largest_difference([model.module(feed)[0].numpy()], answer) < 1e-6
+
+
 def fail(*feeds: Any) -> Any:
     raise RuntimeError("runtime assertion failed")
 

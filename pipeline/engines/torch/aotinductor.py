@@ -227,7 +227,7 @@ class AOTInductor(Engine):
             ExportError, BuilderFailed: the module cannot be captured; or Inductor or the compiler failed.
         """
         from enginesmith.pipeline.frameworks.torch.saved import load_artifact
-        from enginesmith.pipeline.passes.export.export import capture_program, widen_program
+        from enginesmith.pipeline.passes.export.export import capture_widely
 
         device = request.device
         self.require(device)
@@ -236,7 +236,7 @@ class AOTInductor(Engine):
         Eager().enter_thread(device)
         loaded = self._cast(load_artifact(request.artifact), device)
         request.progress("capturing the program with torch.export")
-        program, _, others = widen_program(capture_program(loaded), loaded)
+        program, others = capture_widely(loaded)
         request.progress("compiling with AOTInductor")
         _compile(program, request.out / _PACKAGE, device)
         audit = audit_package(request.out / _PACKAGE)

@@ -13,7 +13,7 @@ from enginesmith.pipeline.errors import ModelError
 from enginesmith.pipeline.frameworks.fidelity import Thresholds, compare
 from enginesmith.pipeline.frameworks.onnx import evaluator, model_file
 from enginesmith.pipeline.frameworks.rounding import FINE, round_otherwise
-from enginesmith.pipeline.tensors import Array, Feeds
+from enginesmith.pipeline.tensors import BATCH, Array, Feeds
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -136,6 +136,14 @@ def runs(loaded: "LoadedModel", sizes: Mapping[str, int]) -> bool:
     return False
 
 
-def runs_at_other_sizes(loaded: "LoadedModel") -> bool:
-    """Run the module with each dynamic dimension longer, each by another number, so that none has to equal another."""
-    return runs(loaded, {name: size + 1 + index for index, (name, size) in enumerate(loaded.dynamic_sizes.items())})
+def find_other_sizes(loaded: "LoadedModel") -> dict[str, int] | None:
+    """Find sizes at which the module runs, other ones than the example's, so that none has to equal another.
+
+    Each dimension is longer by another number; or all but the batch are several times as long, as where they have to be
+    multiples. None where the module runs at neither.
+    """
+    sizes = loaded.dynamic_sizes
+    longer = {name: size + more for more, (name, size) in enumerate(sizes.items(), 1)}
+    lengths = [name for name in sizes if name != BATCH]
+    multiples = {**longer, **{name: times * sizes[name] for times, name in enumerate(lengths, 2)}}
+    return next((other for other in (longer, multiples) if runs(loaded, other)), None)

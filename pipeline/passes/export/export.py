@@ -14,7 +14,7 @@ from enginesmith.pipeline.errors import ExportError, MissingCapability
 from enginesmith.pipeline.frameworks.onnx import edit, evaluator, ir, model_file
 from enginesmith.pipeline.frameworks.onnx.processing import extend
 from enginesmith.pipeline.passes.base import Pass, PrecisionRequest, Progress, Records, Stage
-from enginesmith.pipeline.passes.export.agreement import find_fixed_sizes, find_trace_fault, runs_at_other_sizes
+from enginesmith.pipeline.passes.export.agreement import find_fixed_sizes, find_other_sizes, find_trace_fault
 from enginesmith.pipeline.passes.export.attention import decompose_attention, raise_masks, spread_masks
 from enginesmith.pipeline.passes.export.failures import (
     FAILURES,
@@ -124,7 +124,7 @@ def _capture(
     exporters = {"dynamo": ("torch.export", _export_program), "torchscript": ("TorchScript", _trace)}
     failures: list[ExportError] = []
     for title, make in exporters.values() if options.exporter == "auto" else [exporters[options.exporter]]:
-        if failures and isinstance(failures[0], FixedDimension) and not runs_at_other_sizes(loaded):
+        if failures and isinstance(failures[0], FixedDimension) and not find_other_sizes(loaded):
             break
         try:
             model, notes = make(loaded, out, options.opset, progress)
@@ -200,20 +200,7 @@ def _export_program(loaded: "LoadedModel", _: Path, opset: int, progress: Progre
         ExportError: any other reason; names operator and line.
     """
     progress("capturing the graph with torch.export")
-    program = _translate(loaded, opset)
-    notes: list[str] = []
-    assert program.exported_program is not None
-    if any(node.target in COMPARISONS for node in program.exported_program.graph.nodes):
-        progress("looking for sizes that the module decides by")
-        captured = None
-        with contextlib.suppress(ExportError):  # torch.onnx drops the guards, so that it is captured again
-            captured = capture_program(loaded)
-        if captured:
-            widened, others = widen_program(captured, loaded)[1:]
-            notes += [f"the graph is {others}"] if others else []
-            if widened is not loaded:
-                progress("capturing the graph at other sizes, where it is right at all")
-                program = _translate(widened, opset)
+    program, words = _translate_widely(loaded, opset, progress)
     progress("folding constants")
     try:
         optimize_graph(program.model)
@@ -221,7 +208,38 @@ def _export_program(loaded: "LoadedModel", _: Path, opset: int, progress: Progre
         raise ExportError(f"onnxscript cannot optimize the exported graph: {name_root(error)}", REMEDY) from error
     if program.model.opset_imports[""] != opset:
         raise ExportError(f"the graph cannot be converted to opset {opset}", "use opset 18 or newer")
-    return program.model, notes
+    return program.model, [f"the graph is {words}"] if words else []
+
+
+def _translate_widely(loaded: "LoadedModel", opset: int, progress: Progress) -> tuple["ONNXProgram", str]:
+    """Translate a module, captured at other sizes than the example's where those decide a path through its code.
+
+    Returns the translation, and what it takes for granted about sizes, as :func:`widen_program` does.
+
+    Raises:
+        ExportError, FixedDimension: as :func:`capture_widely` does.
+    """
+    try:
+        program = _translate(loaded, opset)
+    except FixedDimension:
+        progress("capturing the graph at other sizes, as those of the example fix some")
+        if (moved := _capture_elsewhere(loaded)) is None:
+            raise
+        _, widened, words = moved
+        return _translate(widened, opset), words
+    assert program.exported_program is not None
+    if not any(node.target in COMPARISONS for node in program.exported_program.graph.nodes):
+        return program, ""
+    progress("looking for sizes that the module decides by")
+    try:
+        captured = capture_program(loaded)  # once more, as torch.onnx drops the guards
+    except ExportError:
+        return program, ""
+    _, widened, words = widen_program(captured, loaded)
+    if widened is not loaded:
+        progress("capturing the graph at other sizes, where it is right at all")
+        program = _translate(widened, opset)
+    return program, words
 
 
 def _translate(loaded: "LoadedModel", opset: int) -> "ONNXProgram":
@@ -257,6 +275,47 @@ def _translate(loaded: "LoadedModel", opset: int) -> "ONNXProgram":
     return program
 
 
+def capture_widely(loaded: "LoadedModel") -> tuple["ExportedProgram", str]:
+    """Capture a module as a program, at other sizes than the example's where those decide a path through its code.
+
+    Returns the program, and what it takes for granted about sizes, as :func:`widen_program` does.
+
+    Raises:
+        ExportError: it cannot be captured; FixedDimension where a dynamic dimension would come out fixed.
+    """
+    try:
+        program = capture_program(loaded)
+    except FixedDimension:
+        if (moved := _capture_elsewhere(loaded)) is None:
+            raise
+        program, _, words = moved
+    else:
+        program, _, words = widen_program(program, loaded)
+    return program, words
+
+
+def _capture_elsewhere(loaded: "LoadedModel") -> tuple["ExportedProgram", "LoadedModel", str] | None:
+    """Capture a module at other sizes than the example's, at which the program has to be right, too.
+
+    ``if height == width == 224`` is true of an example, and fixes what may be any size elsewhere. Returns what
+    :func:`widen_program` does; None where there is no such program.
+    """
+    if (sizes := find_other_sizes(loaded)) is not None:
+        moved = _move_example(loaded, sizes)
+        with contextlib.suppress(ExportError):
+            program, moved, words = widen_program(capture_program(moved), moved)
+            if not find_program_fault(program, loaded, loaded.dynamic_sizes):
+                return program, moved, words
+    return None
+
+
+def _move_example(loaded: "LoadedModel", sizes: Mapping[str, int]) -> "LoadedModel":
+    from enginesmith.pipeline.frameworks.torch.dims import resize_example
+
+    example = resize_example(loaded.signature.inputs, loaded.example, sizes)
+    return dataclasses.replace(loaded, example=example, answers=())
+
+
 def widen_program(program: "ExportedProgram", loaded: "LoadedModel") -> tuple["ExportedProgram", "LoadedModel", str]:
     """Capture a module again where its program is wrong at some size, if the path taken there is right at all sizes.
 
@@ -268,13 +327,10 @@ def widen_program(program: "ExportedProgram", loaded: "LoadedModel") -> tuple["E
     Raises:
         FixedDimension: of a dynamic dimension, it takes about the example's size alone.
     """
-    from enginesmith.pipeline.frameworks.torch.dims import resize_example
-
     limit = find_size_limit(program, loaded)
     if limit is None:
         return program, loaded, ""
-    example = resize_example(loaded.signature.inputs, loaded.example, limit.sizes)
-    other = dataclasses.replace(loaded, example=example, answers=())
+    other = _move_example(loaded, limit.sizes)
     with contextlib.suppress(ExportError):
         again = capture_program(other)
         if find_size_limit(again, other) is None and not find_program_fault(again, loaded, loaded.dynamic_sizes):
