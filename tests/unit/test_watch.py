@@ -9,9 +9,11 @@ import os
 import pickle
 import sqlite3
 import sys
+import types
 from collections import OrderedDict
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -134,6 +136,22 @@ def test_imported_code_is_remembered_but_no_packages(tmp_path: Path, monkeypatch
         sys.modules.pop("watched_code", None)
     assert tmp_path / "watched_code.py" in tracker.files
     assert not tracker.files & {Path(json.__file__), Path(np.__file__)}
+
+
+class Lazy(types.ModuleType):
+    """A part of a package that is imported when it is first used, and is not installed."""
+
+    def __getattr__(self, name: str) -> Any:
+        raise ImportError(f"lazy import of {self.__name__} failed")
+
+
+def test_modules_that_are_imported_when_they_are_used_are_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "lazy_part", Lazy("lazy_part"))
+    monkeypatch.setitem(sys.modules, "no_module_at_all", object())  # type: ignore[arg-type]
+    with track_files(allow_pickle=False) as tracker:
+        pass
+    assert "lazy_part" not in tracker.packages()
+    assert "lazy_part" not in watch_module.list_user_globals()
 
 
 def test_packages_are_listed_with_versions_and_read_only_if_there_are_any(

@@ -112,7 +112,8 @@ def _file(source: Source) -> Built:
 
 
 def _execute(name: str, path: Path) -> Any:
-    if name in _LIBRARIES or (name in sys.modules and getattr(sys.modules[name], "__file__", None) != str(path)):
+    present = sys.modules.get(name)
+    if name in _LIBRARIES or (present and file_tracking.read_held(present, "__file__") != str(path)):
         raise SourceError(f"the file's name {path.name!r} hides the module {name!r}", "rename the file")
     spec = importlib.util.spec_from_file_location(name, path)
     assert spec is not None

@@ -91,9 +91,17 @@ class FileTracker:
         return {name: importlib.metadata.version(name) for name in sorted(names)}
 
 
+def read_held(module: object, name: str) -> Any:
+    """Read a name that a module holds, None without it: one that is imported when it is used is left alone."""
+    try:
+        return vars(module).get(name)
+    except TypeError:  # an object of any kind may stand in a module's place
+        return None
+
+
 def _is_installed(module: object) -> bool:
     """Tell whether a module is of an installed distribution; files of all others are tracked themselves."""
-    places = [getattr(module, "__file__", None), *getattr(module, "__path__", ())]
+    places = [read_held(module, "__file__"), *(read_held(module, "__path__") or ())]
     return any(_INSTALLED.intersection(Path(place).parts) for place in places if place)
 
 
@@ -133,7 +141,7 @@ def track_files(allow_pickle: bool, *, again: bool = False) -> Iterator[FileTrac
             _listed.update(tracker.folders)
             _asked.update(tracker.variables)
         for module in list(sys.modules.values()):
-            if isinstance(file := getattr(module, "__file__", None), str) and file.endswith(".py"):
+            if isinstance(file := read_held(module, "__file__"), str) and file.endswith(".py"):
                 tracker.add(file)
         tracker.files = {path for path in tracker.files if path.is_file()}
 
@@ -167,7 +175,7 @@ def _track_native_opens(tracker: FileTracker) -> Iterator[None]:
             opened = getattr(importlib.import_module(library), name)
             stand_in = wrap(opened)
             for place in filter(None, list(sys.modules.values())):
-                if vars(place).get(name) is opened:
+                if read_held(place, name) is opened:
                     setattr(place, name, stand_in)
                     stack.callback(setattr, place, name, opened)
         yield
@@ -184,7 +192,7 @@ def list_user_globals() -> dict[str, dict[str, Any]]:
     """List what the user's modules hold under global names, by module: numbers, texts, arrays, and collections."""
     globals_by_module = {}
     for name, module in sorted(sys.modules.items()):
-        file = getattr(module, "__file__", None) or ""
+        file = read_held(module, "__file__") or ""
         if Path(str(file)).is_absolute() and name not in _MAIN and not file.startswith((*_FOREIGN, *_OWN_CODE)):
             globals_by_module[name] = {
                 key: value for key, value in sorted(vars(module).items()) if _is_plain(key, value)

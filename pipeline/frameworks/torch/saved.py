@@ -26,7 +26,7 @@ from enginesmith.pipeline.frameworks.processing import Processing
 from enginesmith.pipeline.frameworks.source import SAVED, Source, rebase, resolve
 from enginesmith.pipeline.frameworks.torch import factories
 from enginesmith.pipeline.frameworks.torch.dims import same_answers
-from enginesmith.pipeline.frameworks.torch.file_tracking import track_files
+from enginesmith.pipeline.frameworks.torch.file_tracking import read_held, track_files
 from enginesmith.pipeline.frameworks.torch.module import LoadedModel, LoadOptions, NamedForward, extend
 from enginesmith.pipeline.frameworks.torch.processing import Extension
 from enginesmith.pipeline.frameworks.torch.surgery import Surgery, apply_surgery, named_tensors, put_module
@@ -239,7 +239,7 @@ def _build_around(state: Path, record: _Record) -> factories.Built:
 
     torch.manual_seed(record.options.seed)
     drawing = contextlib.nullcontext() if record.draw else parameters_left_empty()
-    others = {getattr(module, "__file__", None) for module in list(sys.modules.values())}  # data may be code, too
+    others = {read_held(module, "__file__") for module in list(sys.modules.values())}  # data may be code, too
     with drawing, track_files(record.options.allow_pickle, again=True) as tracker:
         built = factories.build(resolve(record.model))
         model = built.module
