@@ -33,13 +33,12 @@ from enginesmith.pipeline.planning import planner
 from enginesmith.pipeline.planning.plan import LOAD
 from enginesmith.pipeline.planning.variants import resolve_recipe
 from enginesmith.pipeline.results import remeasure
-from enginesmith.pipeline.results.differences import ModelIdentity
 from enginesmith.pipeline.results.package import describe, verify
 from enginesmith.pipeline.results.package import manifest as manifests
 from enginesmith.pipeline.system.device import Device
 from enginesmith.pipeline.tensors import Array, Feeds, ShapeRange, check_indices, read_sizes
 from enginesmith.pipeline.workflows.run_directory import work_where_begun
-from enginesmith.pipeline.workflows.stages import run_steps
+from enginesmith.pipeline.workflows.stages import reload_model
 
 if TYPE_CHECKING:
     from torch import nn
@@ -73,7 +72,8 @@ def load(
     host code): you trust who made the run or bundle.
 
     Raises:
-        UsageError: there is no such run, bundle or variant, no winner, or the variant has no engine.
+        UsageError: there is no such run, bundle or variant, no winner, or the variant has no engine; the model, which
+            is loaded again for ``eager`` and ``compiled``, has changed.
         ModelError: a file is missing or changed; nothing was loaded.
         MissingCapability: this machine cannot run it, or its code is not trusted.
     """
@@ -119,23 +119,15 @@ def _find_in_run(folder: Path, variant: str | None, *, trust: bool) -> Stored:
 
 
 def _load_module(stored: remeasure.Stored) -> Candidate:
-    """Load the recipe's model by its own code, as a step whose result is stored; refuse it if it is another one."""
+    """Load the recipe's model by its own code; refuse it if it is another one."""
     run, name = stored.run, stored.record.id
-    resolved = resolve_recipe(run.recipe)
-    plan = planner.plan(resolved, here=False)
+    plan = planner.plan(resolve_recipe(run.recipe), here=False)
     planned = next((each for each in (plan.baseline, *plan.variants) if each.id == name), None)
     if planned is None or planned.artifact != LOAD:
         message = f"the run directory does not have the weights of {name}, which runs a changed PyTorch module"
         raise UsageError(message, "load a variant that is built from a graph")
-    artifact = run_steps(planner.plan_loading(resolved).steps, Settings(), run.recipe)[LOAD].artifact
-    assert artifact is not None
-    if not ModelIdentity.of(artifact).matches(run.model):
-        message = (
-            f"{run.recipe.model} loads as another model than that of {stored.folder}: it has changed since then, or"
-        )
-        remedy = "run optimize again, or load a variant that has an engine file"
-        raise ModelError(f"{message} an earlier version of enginesmith made the run", remedy)
-    return Candidate(name, planned.engine, artifact, planned.device)
+    remedy = "run optimize again, or load a variant that has an engine file"
+    return Candidate(name, planned.engine, reload_model(run, stored.folder, Settings(), remedy), planned.device)
 
 
 _WIDEN = "optimize with --shape {word}=MIN:OPT:MAX that includes {size}"

@@ -16,7 +16,7 @@ from enginesmith.pipeline.execution.executor import StepCache
 from enginesmith.pipeline.execution.settings import Settings
 from enginesmith.pipeline.measure.prosecution.evidence import FINDING
 from enginesmith.pipeline.measure.prosecution.finding import Prosecution
-from enginesmith.pipeline.planning.plan import Step, StepRef
+from enginesmith.pipeline.planning.plan import LOAD, Step, StepRef
 from enginesmith.pipeline.planning.planner import plan
 from enginesmith.pipeline.planning.prosecution import PROSECUTE, list_makers, prosecute_variant_steps
 from enginesmith.pipeline.planning.single_stages import prosecute_file_steps
@@ -28,7 +28,7 @@ from enginesmith.pipeline.store.store import Store
 from enginesmith.pipeline.tasks.base import read_models
 from enginesmith.pipeline.tasks.prosecute import EVIDENCE
 from enginesmith.pipeline.workflows.run_directory import work_where_begun
-from enginesmith.pipeline.workflows.stages import try_steps
+from enginesmith.pipeline.workflows.stages import reload_model, try_steps
 
 
 class ProsecutionResult(BaseModel, frozen=True):
@@ -58,7 +58,8 @@ def prosecute_variant(
     """Look for inputs on which a variant of a run is wrong; by default the winner.
 
     Raises:
-        UsageError: there is no run, no such variant, or its model is not where it was.
+        UsageError: there is no run, no such variant, or its model is not where it was, or has changed since then: the
+            engine would be accused of that.
     """
     run_record = runs.read(run)
     chosen = variant or run_record.winner
@@ -75,13 +76,15 @@ def prosecute_variant(
             raise UsageError(reason, f"name one of {', '.join(able)}")
         late = [step.id for step in run_record.steps if step.late == "no time"]
         steps = prosecute_variant_steps(resolved, planned, able[chosen], seconds, late)
+        model = reload_model(run_record, run, settings, "bring it back as it was, or run optimize again")
         record = next((record for record in run_record.variants if record.id == chosen), None)
-        engine, given = dict[StepRef, str](), dict[str, Outcome]()
+        engine = dict[StepRef, str]()
+        given = dict[str, Outcome]({LOAD: Outcome(LOAD, "done", model, cached=True)})
         if record is not None and record.artifact is not None:
             engine[able[chosen].artifact] = record.artifact.sha256
             if not _is_stored(steps, able[chosen].artifact, record.artifact, store := settings.open_store()):
                 recalled = _recall(folder, record, list_makers(planned, able[chosen]), store)
-                given = dict(recalled.items())
+                given.update(recalled.items())
                 steps = prosecute_variant_steps(resolved, planned, able[chosen], seconds, late, recalled)
         result = _run(chosen, steps, run_record.recipe, out, settings, engine, given)
     return result.model_copy(update={"evidence": str(named) if result.evidence else None})

@@ -27,10 +27,12 @@ from enginesmith.pipeline.measure.rows import StageFidelity
 from enginesmith.pipeline.passes.quantize.precisions import AS_GIVEN
 from enginesmith.pipeline.planning import single_stages as plans
 from enginesmith.pipeline.planning.plan import LOAD, REFERENCE, Step, StepRef, libraries_of
+from enginesmith.pipeline.planning.planner import plan_loading
 from enginesmith.pipeline.planning.variants import ResolvedRecipe, resolve_recipe
 from enginesmith.pipeline.recipe import Recipe
 from enginesmith.pipeline.recipe.fleet import Place
 from enginesmith.pipeline.results.assemble import Header, assemble
+from enginesmith.pipeline.results.differences import ModelIdentity
 from enginesmith.pipeline.results.package import verify as verification
 from enginesmith.pipeline.results.run import Run, VariantRecord
 from enginesmith.pipeline.system import worker
@@ -47,6 +49,22 @@ def run_steps(steps: Sequence[Step], settings: Settings, recipe: Recipe) -> Mapp
         if outcome.error:
             raise outcome.error
     return outcomes
+
+
+def reload_model(run: Run, folder: Path, settings: Settings, remedy: str) -> Artifact:
+    """Load the model of a run again, from the current folder, and refuse another one than the run is of.
+
+    Raises:
+        UsageError: it is another one; ``remedy`` says what to do then.
+        EnginesmithError: it cannot be loaded.
+    """
+    steps = plan_loading(resolve_recipe(run.recipe)).steps
+    artifact = run_steps(steps, settings, run.recipe)[LOAD].artifact
+    assert artifact is not None
+    if not ModelIdentity.of(artifact).matches(run.model):
+        message = f"{run.recipe.model} loads as another model than that of {folder}: it has changed since then, or"
+        raise UsageError(f"{message} an earlier version of enginesmith made the run", remedy)
+    return artifact
 
 
 def try_steps(

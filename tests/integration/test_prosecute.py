@@ -1,6 +1,7 @@
 """Prosecution from the command line: a sound engine, faults in a graph, and a fault of the runtime's own."""
 
 import json
+import shutil
 import subprocess
 import sys
 from collections.abc import Callable
@@ -89,6 +90,20 @@ def test_a_variant_of_a_run_is_prosecuted(digits_run: Path, cli: Cli, tmp_path: 
     refused = cli("prosecute", digits_run, "openvino-fp8")
     assert refused.code == 2
     assert "onnxruntime-fp32" in refused.stderr
+
+
+def test_an_engine_is_not_accused_of_a_change_of_its_model(digits_run: Path, cli: Cli, tmp_path: Path) -> None:
+    """A script that takes exit code 1 for a fault is not misled either."""
+    run = json.loads((digits_run / "run.json").read_text())
+    run["model"] |= {"sha256": "of another one", "content": "of another one"}
+    shutil.copytree(digits_run, tmp_path / "run")
+    (tmp_path / "run" / "run.json").write_text(json.dumps(run))
+    words = ("prosecute", tmp_path / "run", "onnxruntime-fp32", "--time", "1s", "-o", tmp_path / "finding", "--quiet")
+    refused = cli(*words)
+    assert refused.code == 2, refused.text
+    assert f"digits loads as another model than that of {tmp_path / 'run'}: it has changed since then" in refused.stderr
+    assert "bring it back as it was, or run optimize again" in refused.stderr
+    assert not (tmp_path / "finding").exists()
 
 
 def test_only_an_earlier_finding_is_replaced(exported: Path, cli: Cli, tmp_path: Path) -> None:

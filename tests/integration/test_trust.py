@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from enginesmith import Settings, load, load_run, optimize, resume
-from enginesmith.pipeline.errors import FidelityError, MissingCapability, ModelError, ShapeError, SourceError
+from enginesmith.pipeline.errors import FidelityError, MissingCapability, ShapeError, SourceError, UsageError
 from enginesmith.pipeline.execution.events import Event
 from enginesmith.pipeline.recipe import make
 from enginesmith.pipeline.results.package.package import package
@@ -232,7 +232,7 @@ def test_a_module_is_loaded_from_any_folder_and_not_once_it_was_changed(
     monkeypatch.chdir(tmp_path)
     write("self.layer(x) * 2", "self.more = nn.Linear(2, 2)")
     with pytest.raises(
-        ModelError, match=r"another model than that of \S*run: it has changed .* earlier version"
+        UsageError, match=r"another model than that of \S*run: it has changed .* earlier version"
     ) as told:
         load("run", "eager")
     assert "engine file" in told.value.remedy
