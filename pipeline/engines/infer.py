@@ -234,6 +234,10 @@ def _find_fill(sizes):
 
 def _fit(given, name, dtype, shape):
     array, whole, wanted = np.asarray(given), "iu", np.dtype(dtype).kind
+    if isinstance(given, (list, tuple)) and not array.size:  # [[]] has neither a kind of numbers nor the sizes within
+        within = shape[array.ndim :]
+        known = all(isinstance(size, int) for size in within)
+        array = np.empty((*array.shape, *(within if known else ())), dtype)
     as_in_json = isinstance(given, (int, list, tuple)) and array.dtype == np.int64  # which may write 1.0 as 1
     if array.dtype.kind in whole and wanted in whole:
         limits = np.iinfo(dtype)
