@@ -8,6 +8,7 @@ import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
+from typing import NoReturn
 
 from pydantic import BaseModel
 
@@ -33,6 +34,7 @@ from enginesmith.pipeline.recipe import Recipe
 from enginesmith.pipeline.recipe.fleet import Place
 from enginesmith.pipeline.results.assemble import Header, assemble
 from enginesmith.pipeline.results.differences import ModelIdentity
+from enginesmith.pipeline.results.package import manifest
 from enginesmith.pipeline.results.package import verify as verification
 from enginesmith.pipeline.results.run import Run, VariantRecord
 from enginesmith.pipeline.system import worker
@@ -213,12 +215,28 @@ def prune(recipe: Recipe, output: Path, settings: Settings) -> PruneResult:
 
 
 def verify(recipe: Recipe, file: Path, settings: Settings) -> StageResult:
-    """Compare an ONNX file with the recipe's model at the points of the shape range."""
+    """Compare an ONNX file with the recipe's model at the points of the shape range.
+
+    Raises:
+        UsageError: it is a folder.
+        EnginesmithError: one of the two cannot be loaded.
+    """
+    if file.is_dir():
+        _refuse_folder(file)
     outcomes = run_steps(plans.verify_steps(resolve_recipe(recipe), str(file)), settings, recipe)
     checked = outcomes[plans.VERIFY_FILE].artifact
     fidelity = tuple(read_models(checked, StageFidelity))
     notes = "".join(f"\n  note: {note}" for note in checked.history[-1].notes) if checked else ""
     return StageResult(summary=f"{file} {_describe_closeness(fidelity, recipe)}{notes}", fidelity=fidelity)
+
+
+def _refuse_folder(folder: Path) -> NoReturn:
+    """Refuse a folder that is to be compared with a model; of a bundle, name what can be."""
+    if not all((folder / name).is_file() for name in (manifest.FILE, "infer.py")):
+        raise UsageError(f"{folder} is a folder, and --against compares a file with a model", "give an ONNX file")
+    graphs = [f"; or give the graph in it: {graph}" for graph in folder.glob("*.onnx")]
+    message = f"{folder} is a bundle, which is compared with the answers in it, and --against compares a file"
+    raise UsageError(message, f"omit --against{''.join(graphs[:1])}")
 
 
 def _describe_closeness(fidelity: Sequence[StageFidelity], recipe: Recipe) -> str:

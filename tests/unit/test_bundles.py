@@ -188,6 +188,23 @@ def test_options_of_a_model_are_refused_for_a_bundle(made: ExampleRun, tmp_path:
         assert word in refused.output
 
 
+@pytest.mark.parametrize("has_graph", [True, False])
+def test_a_bundle_is_not_compared_with_a_model_but_its_graph_is(
+    made: ExampleRun, tmp_path: Path, has_graph: bool
+) -> None:
+    package(made.write(), "bundle", bundle := tmp_path / "b")
+    if not has_graph:
+        (bundle / "model.onnx").rename(bundle / "model.xml")
+    refused = CliRunner().invoke(cli.main, ["verify", str(bundle), "--against", "digits"])
+    assert refused.exit_code == 2
+    assert f"{bundle} is a bundle, which is compared with the answers in it" in refused.output
+    remedy = f"omit --against; or give the graph in it: {bundle / 'model.onnx'}\n"
+    assert (remedy in refused.output) is has_graph
+    refused = CliRunner().invoke(cli.main, ["verify", str(tmp_path), "--against", "digits"])
+    assert refused.exit_code == 2
+    assert f"{tmp_path} is a folder, and --against compares a file with a model" in refused.output
+
+
 def test_only_bundles_can_be_verified(made: ExampleRun, tmp_path: Path) -> None:
     package(made.write(), "triton", tmp_path / "t")
     with pytest.raises(UsageError, match="no test vector"):
