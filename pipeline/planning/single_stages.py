@@ -8,7 +8,7 @@ from enginesmith.pipeline.engines import BASELINES, baseline, engine_class, read
 from enginesmith.pipeline.engines.base import PORTABLE, Engine
 from enginesmith.pipeline.errors import UsageError
 from enginesmith.pipeline.frameworks.fidelity import THRESHOLDS
-from enginesmith.pipeline.frameworks.onnx import model_file
+from enginesmith.pipeline.frameworks.onnx import coverage
 from enginesmith.pipeline.frameworks.source import Source, resolve
 from enginesmith.pipeline.passes import passes_for
 from enginesmith.pipeline.passes.quantize.precisions import AS_GIVEN, KINDS, RANGES_PER_BATCH
@@ -159,7 +159,7 @@ def prosecute_file_steps(
 
 def _read_precision(source: Source, engine: Engine) -> str:
     """Read the precision of a file, as ``--precision`` names it where that has a name for it."""
-    precision = model_file.precision(Path(source.target)) if source.form == "onnx" else engine.arithmetic
+    precision = coverage.find_precision(Path(source.target)) if source.form == "onnx" else engine.arithmetic
     names = (precision, precision.partition("+")[0])  # fp8+fp16 is called fp8
     return next((name for name in names if name in KINDS or name in THRESHOLDS), "fp32")
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from enginesmith.pipeline.engines import BASELINES, REFERENCES, baseline, engine_class
 from enginesmith.pipeline.engines.base import Configuration, Engine
 from enginesmith.pipeline.engines.options import ModuleOptions
-from enginesmith.pipeline.frameworks.onnx import model_file
+from enginesmith.pipeline.frameworks.onnx import coverage, model_file
 from enginesmith.pipeline.frameworks.source import Source, resolve
 from enginesmith.pipeline.passes.quantize.precisions import Quantizer
 from enginesmith.pipeline.planning.plan import LOAD, StepRef, Variant, VariantName
@@ -28,7 +28,7 @@ class ResolvedRecipe:
     def given_precision(self) -> str:
         """The precision that the model comes in; an ONNX file is read for it."""
         source = self.source
-        return model_file.precision(Path(source.target)) if source.form == "onnx" else "fp32"
+        return coverage.find_precision(Path(source.target)) if source.form == "onnx" else "fp32"
 
     def find_threshold(self, engine: Engine) -> str:
         """Name the row of fidelity thresholds for a graph in the model's own precision, as an engine runs it."""

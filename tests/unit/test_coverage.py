@@ -3,9 +3,12 @@
 from pathlib import Path
 from typing import Any
 
+import ml_dtypes
 import numpy as np
 import onnx
+import onnx.numpy_helper
 import onnx.parser
+import onnx_ir as ir
 import pytest
 from onnx import TensorProto, helper
 
@@ -19,6 +22,7 @@ from enginesmith.pipeline.tasks.base import read_records
 from enginesmith.pipeline.tasks.verify import Audit
 from enginesmith.pipeline.tensors import ShapeRange, Signature, TensorSpec
 from enginesmith.pipeline.workflows.inspect import inspect
+from graphs import parse_graph
 
 FLOAT, HALF, INT8, FP8 = TensorProto.FLOAT, TensorProto.FLOAT16, TensorProto.INT8, TensorProto.FLOAT8E4M3FN
 MICROSOFT = "com.microsoft"
@@ -205,6 +209,92 @@ def test_inspect_counts_at_a_usual_size_what_has_none_at_batch_1(tmp_path: Path)
     found = inspect(write_windows(tmp_path))["precision"]
     assert (found["sizes"], found["products of unknown size"]) == ("time 128", 0)
     assert found["multiply-adds"] == f"{5 * (124 + 120 + 116) + 128:,}"
+
+
+@pytest.mark.parametrize(
+    ("weights", "operators", "expected"),
+    [
+        ([np.ones(8, np.float32)], [], "fp32"),
+        ([np.ones(8, np.float16), np.ones(1, np.float32)], [], "fp16"),
+        ([], [], "fp32"),
+        ([np.ones(64, np.int64), np.ones(8, np.float16)], [], "fp16"),
+        ([np.ones(8, np.int8), np.ones(8, np.float32)], ["DequantizeLinear"], "int8"),
+        ([np.ones(8, np.int8), np.ones(8, np.float16)], ["DequantizeLinear"], "int8+fp16"),
+        ([np.ones(8, np.float32)], ["QuantizeLinear", "DequantizeLinear"], "int8"),
+        ([np.ones(8, np.int16), np.ones(1, np.uint16)], ["DequantizeLinear"], "int16"),
+        ([np.ones(8, np.int8), np.ones(8, np.float32)], ["DynamicQuantizeLinear"], "int8-dynamic"),
+    ],
+)
+def test_precision_is_that_of_most_weights_and_of_quantization(
+    tmp_path: Path, weights: list[Any], operators: list[str], expected: str
+) -> None:
+    value = helper.make_tensor_value_info("x", TensorProto.FLOAT, [1])
+    nodes = [helper.make_node(name, ["x", "s"], [f"y{index}"]) for index, name in enumerate(operators)]
+    stored = [onnx.numpy_helper.from_array(array, f"w{index}") for index, array in enumerate(weights)]
+    onnx.save(helper.make_model(helper.make_graph(nodes, "g", [value], [value], stored)), tmp_path / "m.onnx")
+    assert coverage.find_precision(tmp_path / "m.onnx") == expected
+
+
+NARROW_BEHIND_CAST = """net (float[n, 8] x) => (float[n, 8] y) {
+    wide = Cast<to = 1>(w)
+    turned = Transpose<perm = [1, 0]>(wide)
+    y = MatMul(x, turned)
+}"""
+CAST_BY_AUTOCAST = """net (float16[n, 8] x) => (float16[n, 8] y) { narrow = Cast<to = 10>(w) y = MatMul(x, narrow) }"""
+TABLE_AND_PRODUCT = """net (int64[n, 1] x) => (bfloat16[n, 8] y) {
+    rows = Gather(table, x)
+    narrow = Cast<to = 16>(rows)
+    y = MatMul(narrow, w)
+}"""
+IN_BODY = """net (float[n, 8] x, bool c) => (float[n, 8] y) {
+    wide = Cast<to = 1>(w)
+    y = If(c) <
+        then_branch = a () => (float[n, 8] t) { t = MatMul(x, wide) },
+        else_branch = b () => (float[n, 8] e) { e = Neg(x) }
+    >
+}"""
+
+
+@pytest.mark.parametrize(
+    ("text", "stored", "expected"),
+    [
+        (NARROW_BEHIND_CAST, {"w": np.float16}, "fp32"),
+        (NARROW_BEHIND_CAST, {"w": ml_dtypes.bfloat16}, "fp32"),
+        (IN_BODY, {"w": np.float16}, "fp32"),
+        (CAST_BY_AUTOCAST, {"w": np.float32}, "fp16"),
+        (TABLE_AND_PRODUCT, {"table": np.float32, "w": ml_dtypes.bfloat16}, "bf16"),
+    ],
+)
+def test_precision_is_that_in_which_constants_are_computed_with(
+    tmp_path: Path, text: str, stored: dict[str, Any], expected: str
+) -> None:
+    weights = {name: np.ones((8, 8)).astype(dtype) for name, dtype in stored.items()}
+    ir.save(parse_graph(text, 22, **weights), tmp_path / "m.onnx")
+    assert coverage.find_precision(tmp_path / "m.onnx") == expected
+
+
+def test_precision_of_a_file_with_functions_is_that_of_their_products(tmp_path: Path) -> None:
+    text = """<ir_version: 10, opset_import: ["" : 22, "own" : 1]>
+    net (float[n, 8] x) => (float[n, 8] y) { y = own.Linear(x, w) }
+    <domain: "own", opset_import: ["" : 22]>
+    Linear (a, b) => (c) { wide = Cast<to = 1>(b) c = MatMul(a, wide) }"""
+    model = onnx.parser.parse_model(text)
+    model.graph.initializer.append(onnx.numpy_helper.from_array(np.ones((8, 8), np.float16), "w"))
+    onnx.save(model, tmp_path / "m.onnx")
+    assert coverage.find_precision(tmp_path / "m.onnx") == "fp32"
+
+
+def test_a_function_that_calls_itself_is_left_to_the_check_of_the_file(tmp_path: Path) -> None:
+    text = """<ir_version: 10, opset_import: ["" : 22, "own" : 1]>
+    net (float[n] x) => (float[n] y) { y = own.Again(x) }
+    <domain: "own", opset_import: ["own" : 1]>
+    Again (a) => (c) { c = own.Again(a) }"""
+    onnx.save(onnx.parser.parse_model(text), tmp_path / "m.onnx")
+    assert coverage.find_precision(tmp_path / "m.onnx") == "fp32"
+
+
+def test_uint4_names_a_file_as_int4_does(tmp_path: Path) -> None:
+    assert coverage.find_precision(Graph().product(TensorProto.UINT4).save(tmp_path)) == "int4-weights"
 
 
 def test_a_graph_without_products_has_no_shares(tmp_path: Path) -> None:

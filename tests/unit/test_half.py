@@ -112,6 +112,7 @@ def test_a_graph_that_the_cpu_has_no_kernels_for_is_named_with_its_type(tmp_path
     words = r"no kernels on the CPU for bfloat16, .*model\.onnx computes \(\w+ in the module 'encoder\.alibi'\)"
     with pytest.raises(InvalidGraph, match=words) as caught:
         OnnxRuntime.as_given().load(artifact, Device())
+    assert "take fp32 or int8 here, if the model itself is in float32; if not, export it" in caught.value.remedy
     assert "module.float()" in caught.value.remedy
 
 
@@ -221,7 +222,7 @@ def test_constants_beyond_float16_stay(tmp_path: Path) -> None:
     low, path = hold(tmp_path, parsed(text, **constants), {"x": weights(3, 8, scale=1)})
     assert set(low.kept) == {"b", "c", "d"}
     assert low.kept["b"] == "'huge' reaches 1e+06, and float16 ends at 65504"
-    assert low.kept["d"] == "the constant 'tiny' is at most 1e-12, and all but vanishes in float16"
+    assert "d" not in low.kept
     assert (types(path)["tiny"], types(path)["bias"]) == (FLOAT, FLOAT16)
 
 

@@ -306,29 +306,6 @@ def test_summary_counts_subgraphs(tmp_path: Path) -> None:
     assert (summary.weight_bytes, summary.parameters) == (44, 14)
 
 
-@pytest.mark.parametrize(
-    ("weights", "operators", "expected"),
-    [
-        ([np.ones(8, np.float32)], [], "fp32"),
-        ([np.ones(8, np.float16), np.ones(1, np.float32)], [], "fp16"),
-        ([], [], "fp32"),
-        ([np.ones(64, np.int64), np.ones(8, np.float16)], [], "fp16"),
-        ([np.ones(8, np.int8), np.ones(8, np.float32)], ["DequantizeLinear"], "int8"),
-        ([np.ones(8, np.int8), np.ones(8, np.float16)], ["DequantizeLinear"], "int8+fp16"),
-        ([np.ones(8, np.float32)], ["QuantizeLinear", "DequantizeLinear"], "int8"),
-        ([np.ones(8, np.int8), np.ones(8, np.float32)], ["DynamicQuantizeLinear"], "int8-dynamic"),
-    ],
-)
-def test_precision_is_that_of_most_weights_and_of_quantization(
-    tmp_path: Path, weights: list[Any], operators: list[str], expected: str
-) -> None:
-    value = helper.make_tensor_value_info("x", TensorProto.FLOAT, [1])
-    nodes = [helper.make_node(name, ["x", "s"], [f"y{index}"]) for index, name in enumerate(operators)]
-    stored = [numpy_helper.from_array(array, f"w{index}") for index, array in enumerate(weights)]
-    onnx.save(helper.make_model(helper.make_graph(nodes, "g", [value], [value], stored)), tmp_path / "m.onnx")
-    assert model_file.precision(tmp_path / "m.onnx") == expected
-
-
 @pytest.fixture
 def weight() -> Array:
     """Channels of very different sizes."""

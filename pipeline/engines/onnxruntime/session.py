@@ -269,8 +269,8 @@ def _load_error(error: Exception, path: Path) -> EnginesmithError:
     elif lacking and "bfloat16" in model_file.summary(path).weight_dtypes:
         verdict = f"has no kernels on the CPU for bfloat16, in which {file} computes{_find_module(path, text)}"
         remedy = (
-            "take fp32 or int8 here; a module that computes in bfloat16 by itself is to be given in float32: "
-            "module.float(), without autocast, and without casts to bfloat16 in the module's code, as in a library's"
+            "take fp32 or int8 here, if the model itself is in float32; if not, export it in float32: module.float(), "
+            "without autocast, and without casts to bfloat16 in the module's code, as in a library's"
         )
     elif lacking:
         verdict = f"has no kernel for what is in {file}"

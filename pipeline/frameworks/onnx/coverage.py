@@ -11,6 +11,7 @@ from math import prod
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from enginesmith.pipeline.frameworks.onnx import model_file
 from enginesmith.pipeline.frameworks.onnx.shapes import View, attributes, view
 from enginesmith.pipeline.frameworks.records import HALF, QUANTIZED, Coverage
 
@@ -395,3 +396,70 @@ def _weight_shares(structure: _Structure, unpacked: Mapping[str, str]) -> dict[s
         elif value.shape is not None and len(value.shape) > 1 and value.dtype in _PRECISIONS:
             sizes[unpacked.get(name, _PRECISIONS[value.dtype])] += prod(value.shape)
     return _shares(sizes, sizes.total())
+
+
+# The precision of a whole file, without its shapes: a plan needs it before anything is loaded.
+
+_FLOATS = ("fp32", *HALF)
+_PACKABLE = ("fp8", "fp4", "int4", "int8", "int16")
+"""Precisions that DequantizeLinear unpacks, the one that names a file with several first."""
+_DYNAMIC = {"DynamicQuantizeLinear", "DynamicQuantizeLSTM"}
+"""Operators that quantize activations as they come."""
+
+
+def find_precision(path: Path) -> str:
+    """Name the precision of a file as variants are named: by its Q/DQ nodes, else by the type it computes in.
+
+    Raises:
+        InvalidGraph: the file cannot be read.
+    """
+    model = _inline_functions(model_file.skeleton(path))
+    stored: Counter[str] = Counter()
+    for tensor in model_file.tensors(model):
+        stored[_name_type(tensor.data_type)] += model_file.count_elements(tensor)
+    read = _count_read_constants(model)
+    floats = read if any(read[name] for name in _FLOATS) else stored
+    rest = max(_FLOATS, key=lambda name: floats[name])
+    operators = {node.op_type for node in model_file.nodes(model)}
+    if "DequantizeLinear" not in operators:
+        return rest if operators.isdisjoint(_DYNAMIC) else "int8-dynamic"
+    narrow = next((name for name in _PACKABLE if stored[name]), "int8")
+    if narrow == "int4":
+        return "int4-weights"
+    return f"{narrow}+{rest}" if rest != "fp32" else narrow
+
+
+def _inline_functions(model: "onnx.ModelProto") -> "onnx.ModelProto":
+    """Inline a model's functions; not where they call themselves, which is refused when the file is loaded."""
+    import onnx.inliner
+
+    try:
+        return onnx.inliner.inline_local_functions(model) if model.functions else model
+    except onnx.checker.ValidationError:
+        return model
+
+
+def _count_read_constants(model: "onnx.ModelProto") -> Counter[str]:
+    """Count the constants' numbers by the type that operators compute with, which is that behind a Cast."""
+    constants = {tensor.name: tensor for graph in model_file.list_graphs(model) for tensor in graph.initializer}
+    known = {name: (_name_type(each.data_type), model_file.count_elements(each)) for name, each in constants.items()}
+    counts: Counter[str] = Counter()
+    for node in model_file.nodes(model):
+        source = known.get(node.input[0]) if node.input else None
+        if node.op_type == "Constant":
+            for tensor in (entry.t for entry in node.attribute if entry.name == "value"):
+                value = _name_type(tensor.data_type), model_file.count_elements(tensor)
+                known |= dict.fromkeys(node.output, value)
+        elif source and node.op_type == "Cast":
+            for to in (entry.i for entry in node.attribute if entry.name == "to"):
+                known |= dict.fromkeys(node.output, (_name_type(to), source[1]))
+        elif source and node.op_type in _MOVES:
+            known |= dict.fromkeys(node.output, source)
+        else:
+            for name, size in (known[value] for value in node.input if value in known):
+                counts[name] += size
+    return counts
+
+
+def _name_type(elem_type: int) -> str:
+    return _PRECISIONS.get(model_file.dtype_name(elem_type), _UNKNOWN)

@@ -1,4 +1,4 @@
-"""Read ONNX files: check them, and read their signature, contents and precision.
+"""Read ONNX files: check them, and read their signature and contents.
 
 Weights that lie beside the file are never loaded as a whole: they are streamed when their values matter, and left alone
 when they do not.
@@ -38,10 +38,6 @@ MODULE_KEY = "enginesmith.module"
 
 _SKELETON_BYTES = 1 << 10
 """Weights up to this size stay: they may be the shapes and scales that structure depends on."""
-_FLOATS = {"float32": "fp32", "float16": "fp16", "bfloat16": "bf16"}
-_NARROW = {"float8e4m3fn": "fp8", "int4": "int4", "int8": "int8"}
-_DYNAMIC = {"DynamicQuantizeLinear", "DynamicQuantizeLSTM"}
-"""Operators that quantize activations as they come."""
 _CHUNK_BYTES = 1 << 22
 _PROTOBUF_LIMIT_BYTES = (1 << 31) - 1
 _IR_VERSION_TAG = b"\x08"  # field 1 as a varint: what every writer puts first
@@ -142,7 +138,7 @@ def check(path: Path) -> None:
         message = f"types or shapes in {path} contradict each other: {_brief(error)}"
         raise InvalidGraph(message, "export it again") from error
     for tensor in tensors(model):
-        if _count(tensor) > 1 and _has_nan(path, tensor):
+        if count_elements(tensor) > 1 and _has_nan(path, tensor):
             constants = (node.output[0] for node in nodes(model) if any(tensor == entry.t for entry in node.attribute))
             name = next(constants, tensor.name)
             raise InvalidGraph(f"the weight {name!r} of {path} holds NaN", "train or convert the model again")
@@ -361,27 +357,9 @@ def summary(path: Path) -> Summary:
         nodes=operators.total(),
         operators=dict(sorted(operators.items(), key=lambda item: (-item[1], item[0]))),
         weight_bytes=sizes.total(),
-        parameters=sum(map(_count, tensors(model))),
+        parameters=sum(map(count_elements, tensors(model))),
         weight_dtypes=dict(sizes.most_common()),
     )
-
-
-def precision(path: Path) -> str:
-    """Name the precision of a graph as variants are named: by its Q/DQ nodes, else by most of its weights.
-
-    Raises:
-        InvalidGraph: the file cannot be read.
-    """
-    model = read(path)
-    sizes = _bytes_by_dtype(model)
-    rest = _FLOATS[max(_FLOATS, key=lambda name: sizes[name])]
-    operators = {node.op_type for node in nodes(model)}
-    if "DequantizeLinear" not in operators:
-        return rest if operators.isdisjoint(_DYNAMIC) else "int8-dynamic"
-    narrow = next((short for name, short in _NARROW.items() if sizes[name]), "int8")
-    if narrow == "int4":
-        return "int4-weights"
-    return f"{narrow}+{rest}" if rest != "fp32" else narrow
 
 
 def count_weight_bytes(model: "onnx.ModelProto") -> int:
@@ -403,10 +381,11 @@ def storage_bytes(dtype: str, elements: int) -> int | None:
 
 
 def _bytes(tensor: "onnx.TensorProto") -> int:
-    return storage_bytes(dtype_name(tensor.data_type), _count(tensor)) or 0
+    return storage_bytes(dtype_name(tensor.data_type), count_elements(tensor)) or 0
 
 
-def _count(tensor: "onnx.TensorProto") -> int:
+def count_elements(tensor: "onnx.TensorProto") -> int:
+    """Count the numbers of a constant, also of one that is stored elsewhere."""
     return int(np.prod(tensor.dims, dtype=np.int64))
 
 
