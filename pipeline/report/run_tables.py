@@ -101,7 +101,8 @@ def _status(record: VariantRecord) -> str:
         return record.status
     coverage = record.engine_coverage or record.coverage
     shares = {} if coverage is None else coverage.weights if "weights" in record.precision else coverage.work
-    return f"{record.status}, mostly {next(iter(shares), 'something else')}"
+    amount = "all" if len(shares) == 1 else "mostly"
+    return f"{record.status}, {amount} {next(iter(shares), 'something else')}"
 
 
 def _place(record: VariantRecord, row: LatencyRow | MemoryRow | LimitRow) -> dict[str, str]:

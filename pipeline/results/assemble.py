@@ -404,7 +404,7 @@ def assemble(header: Header, recipe: Recipe, plan: Plan, outcomes: Outcomes, art
         for variant in (plan.baseline, *plan.variants)
     )
     judged = [
-        judge_precision(record, variant.device, asked=variant.lowering is not None)
+        judge_precision(record, variant.device, asked=variant.precision != plan.baseline.precision)
         for record, variant in zip(records, plan.variants, strict=True)
     ]
     batch = deciding_batch(recipe, (row for rows in latency.values() for row in rows))

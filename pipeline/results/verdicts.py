@@ -213,12 +213,14 @@ def explain_failure(variants: Sequence[VariantRecord], subject: str = "every req
 def judge_precision(record: VariantRecord, device: Device, *, asked: bool = True) -> VariantRecord:
     """Fail a record of which nothing is in the precision of its name, or note its shortfall.
 
-    A model that came in its precision, so that nobody ``asked`` for one, can be used however the engine computes it.
+    A file that came in its precision, so that nobody ``asked`` for one, can be used however the engine computes it.
     """
     shortfall = find_shortfall(record, device)
     if shortfall is None or record.status == "failed":
         return record
     share, text = shortfall
+    if not asked:
+        text = f"its name has the precision that the file is in; {text}"
     if share > 0 or not asked:
         return record.model_copy(update={"shortfall": text})
     return record.model_copy(update={"status": "failed", "reason": text, "failure": WrongEngine.failure})

@@ -79,10 +79,10 @@ class Outcomes:
         assert artifact
         self.found[step] = replace(self.found[step], artifact=artifact.model_copy(update=facts))
 
-    def run(self, *variants: Variant) -> Run:
+    def run(self, *variants: Variant, baseline: Variant = BASELINE) -> Run:
         names = (LOAD, StepRef("build", "fp32"), StepRef("assign"), StepRef("build", "int8"))
         steps = tuple(Step(ref, Audit()) for ref in names)
-        plan = Plan(steps, BASELINE, variants, LATENCY)
+        plan = Plan(steps, baseline, variants, LATENCY)
         return assemble(HEADER, make({"model": "digits"}), plan, self.found, {})
 
     def record(self, variant: Variant) -> VariantRecord:
@@ -157,8 +157,11 @@ def test_a_variant_that_is_not_what_it_is_called_cannot_win(outcomes: Outcomes) 
     assert run.winner == "onnxruntime-fp32"
     assert (run.variants[1].status, run.variants[1].failure) == ("failed", "wrong result")
     assert run.variants[1].reason.startswith("none of the multiply-adds is computed in int8")
-    given = replace(INT8, lowering=None)
-    assert outcomes.run(FLOAT, given).winner == "onnxruntime-int8", "nobody asked for more than that file"
+    cast = replace(INT8, lowering=None)
+    assert outcomes.run(FLOAT, cast).winner == "onnxruntime-fp32", "also where the engine was to do it by itself"
+    file = outcomes.run(FLOAT, cast, baseline=replace(BASELINE, precision="int8"))
+    assert file.winner == "onnxruntime-int8", "nobody asked for more than that file"
+    assert file.variants[1].shortfall.startswith("its name has the precision that the file is in; none of the")
 
 
 def test_a_variant_that_training_made_no_better_is_left_out_and_nothing_is_wrong_with_it(outcomes: Outcomes) -> None:

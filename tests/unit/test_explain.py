@@ -69,7 +69,8 @@ def test_fp16_that_runs_in_fp32_is_failed_in_words() -> None:
     found = judge_precision(given, CPU)
     assert (found.status, found.failure) == ("failed", "wrong result")
     given_so = judge_precision(given, CPU, asked=False)
-    assert (given_so.status, given_so.shortfall) == ("measured", found.reason), "a file that came like this"
+    as_given = f"its name has the precision that the file is in; {found.reason}"
+    assert (given_so.status, given_so.shortfall) == ("measured", as_given)
     assert found.reason == (
         "none of the multiply-adds is computed in fp16; the rest is fp32: MatMul 100 %; "
         "ONNX Runtime has no fp16 kernels on the CPU: it computes in fp32 between casts"

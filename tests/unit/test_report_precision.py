@@ -132,5 +132,7 @@ def test_a_variant_is_not_shown_as_what_it_is_not(capsys: pytest.CaptureFixture[
     few = covered({"int8": 1.0}).model_copy(update={"products": {"fp32": 9, "int8": 1}, "unknown_products": 9})
     unknown = run(variants=(flagged.model_copy(update={"engine_coverage": few}),), winner=INT8)
     assert run_tables.tabulate_variants(unknown).rows[1][-1] == "measured, mostly fp32"
+    nothing = flagged.model_copy(update={"engine_coverage": covered({"fp32": 1.0})})
+    assert run_tables.tabulate_variants(run(variants=(nothing,), winner=INT8)).rows[1][-1] == "measured, all fp32"
     assert "onnxruntime-int8: only 3 % is int8" in printed(shown, capsys)
     assert "- **onnxruntime-int8**: only 3 % is int8" in markdown.render(shown)
