@@ -75,7 +75,7 @@ class QuantizeWithNncf(Task):
         layers.require_opset(model, "int8")
         groups = layers.prepare(model, "int8")
         usable = [group for group in groups if not group.reason]
-        layers.require_products(groups, "int8", usable)
+        layers.require_products(model, groups, "int8", usable)
         float_groups = find_kept(self.keep, groups)
         progress(f"NNCF is quantizing, with {len(feeding)} feeds")
         ir.external_data.load_to_model(model)  # NNCF looks for weights beside the graph in another folder

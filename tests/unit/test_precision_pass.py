@@ -13,6 +13,7 @@ from enginesmith.calibration.ranges import METHODS, ChannelStatistics, Provenanc
 from enginesmith.pipeline.artifact import Artifact, Effect
 from enginesmith.pipeline.errors import DataError, InvalidGraph, ModelError, UsageError
 from enginesmith.pipeline.frameworks.onnx import model_file
+from enginesmith.pipeline.passes.float16.convert import lower
 from enginesmith.pipeline.passes.quantize.precision import Precision
 from enginesmith.pipeline.passes.run import run_pass
 from graphs import parse_graph
@@ -185,6 +186,32 @@ def test_a_graph_without_products_is_refused(tmp_path: Path) -> None:
     bare = written(tmp_path, "net (float[4] x) => (float[4] y) { y = Relu(x) }")
     with pytest.raises(InvalidGraph, match="no product"):
         apply(Precision(precision="int8"), bare, tmp_path / "out", ranges=ranges(tmp_path))
+
+
+@pytest.mark.parametrize(
+    ("text", "opset", "precision", "reason", "remedy"),
+    [
+        ("(float[4] x) => (float[4] y) { y = Relu(x) }", 22, "fp16", "no product beside it", "use fp32"),
+        ("(float[4] x) => (float[4] y) { y = Sin(x) }", 22, "fp16", "angles or coordinates", "use fp32"),
+        ("(double[4, 4] x) => (double[4, 4] y) { y = MatMul(x, x) }", 22, "fp16", "float64", "the model in float32"),
+        ("(int64[4] x) => (int64[4] y) { y = Add(x, x) }", 22, "fp16", "none computes in floating", "use fp32"),
+        ("(float[n, 4, 8, 8] x) => (float[n, 64, 6, 6] y) { y = Conv(x, w) }", 21, "bf16", "of opset 21", "--opset 22"),
+    ],
+)
+def test_the_remedy_follows_from_the_reason(
+    tmp_path: Path, text: str, opset: int, precision: Any, reason: str, remedy: str
+) -> None:
+    model = written(tmp_path, text, opset=opset)
+    with pytest.raises(ModelError, match=reason) as error:
+        apply(Precision(precision=precision), model, tmp_path / "out")
+    assert remedy in error.value.remedy
+
+
+def test_operators_of_other_domains_are_to_be_given_in_onnx_own(tmp_path: Path) -> None:
+    model = parse_graph("net (float[4, 4] x) => (float[4, 4] y) { y = com.microsoft.FusedMatMul(x, x) }")
+    model.opset_imports["com.microsoft"] = 1
+    lowered = lower(model, "fp16")
+    assert lowered.remedy == "give the graph in ONNX's own operators, as it was before FusedMatMul was put into it"
 
 
 def test_many_reasons_are_told_in_few_words(tmp_path: Path) -> None:

@@ -12,6 +12,7 @@ import pytest
 
 from enginesmith.calibration.ranges import METHODS
 from enginesmith.pipeline.errors import InvalidGraph, UsageError
+from enginesmith.pipeline.passes.quantize import layers
 from enginesmith.pipeline.passes.quantize.qdq import Settings, quantize
 from enginesmith.pipeline.passes.quantize.quantizers import add_to_bias
 from enginesmith.pipeline.tensors import Array
@@ -199,6 +200,56 @@ def test_a_reshaped_value_has_the_range_of_what_it_was() -> None:
     assert not found.left
 
 
+UNPACKED = """net (float[4, 4] x) => (float[4, 4] y) {
+    d = DequantizeLinear(w, s)
+    t = Transpose<perm = [1, 0]>(d)
+    y = MatMul(x, t)
+}"""
+UNPACKED_TABLE = """net (int64[4] x) => (float[4, 4] y) {
+    d = DequantizeLinear(q, s)
+    g = Gather(d, x)
+    y = MatMul(g, w)
+}"""
+
+
+def test_a_table_that_is_stored_in_few_bits_leaves_products_to_quantize() -> None:
+    table = {"q": np.ones((4, 4), np.int8), "s": np.float32(1), "w": np.eye(4, dtype=np.float32)}
+    model = parse_graph(UNPACKED_TABLE, **table)
+    layers.prepare(model, "int8")
+    assert [group.reason for group in layers.find_groups(model)] == [""]
+
+
+DOUBLE = """net (double[4, 4] x) => (double[4, 4] y) { y = MatMul(x, w) }"""
+IN_BODY = """net (float[4, 4] x, bool c) => (float[4, 4] y) {
+    y = If(c) <
+        then_branch = a () => (float[4, 4] t) { t = MatMul(x, w) },
+        else_branch = b () => (float[4, 4] e) { e = Neg(x) }
+    >
+}"""
+FOREIGN = "net (float[4, 4] x) => (float[4, 4] y) { y = com.microsoft.FusedMatMul(x, w) }"
+
+
+@pytest.mark.parametrize(
+    ("text", "dtype", "reason", "remedy"),
+    [
+        (DOUBLE, np.float64, "MatMul: its weight is double", "export the model in float32"),
+        (IN_BODY, np.float32, "MatMul: bodies of branches and loops are left as they are", "use fp32"),
+        (FOREIGN, np.float32, "FusedMatMul: it is of the domain 'com.microsoft'", "as it was before FusedMatMul"),
+        ("net (float[4, 4] x) => (float[4, 4] y) { y = MatMul(x, x) }", None, "two activations", "use fp16 or fp32"),
+        ("net (float[4, 4] x) => (float[4, 4] y) { y = Relu(x) }", None, "no product", "use fp32"),
+    ],
+)
+def test_what_has_nothing_to_quantize_is_told_what_can_work(text: str, dtype: Any, reason: str, remedy: str) -> None:
+    weights = {} if dtype is None else {"w": np.ones((4, 4), dtype)}
+    model = parse_graph(text, **weights)
+    model.opset_imports.setdefault("com.microsoft", 1)
+    with pytest.raises(layers.NothingToQuantize) as error:
+        quantize(model, ranges(residual()), GPU)
+    assert reason in error.value.message
+    assert remedy in error.value.remedy
+    assert "fp16" not in error.value.remedy or remedy == "use fp16 or fp32"
+
+
 def test_refusals() -> None:
     model, _ = make_quantized(residual, GPU)
     with pytest.raises(InvalidGraph, match="quantized already"):
@@ -210,6 +261,8 @@ def test_refusals() -> None:
         quantize(parse_graph("net (float[4] x) => (float[4] y) { y = Relu(x) }"), ranges(residual()), GPU)
     with pytest.raises(InvalidGraph, match="two activations"):
         quantize(parse_graph("net (float[4, 4] x) => (float[4, 4] y) { y = MatMul(x, x) }"), ranges(residual()), GPU)
+    with pytest.raises(InvalidGraph, match="quantized already: it has a DequantizeLinear"):
+        quantize(parse_graph(UNPACKED, w=np.ones((4, 4), np.int8), s=np.float32(1)), ranges(residual()), GPU)
     other = ranges(parse_graph("net (float[4] q) => (float[4] o) { o = Relu(q) }"))
     with pytest.raises(UsageError, match="of another model"):
         quantize(residual(), other, GPU)

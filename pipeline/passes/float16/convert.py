@@ -23,6 +23,8 @@ from enginesmith.pipeline.passes.float16.rules import (
     Judged,
     choose,
     find_dequantizers,
+    find_opset,
+    find_remedy,
     is_float,
     is_product,
     judge,
@@ -32,6 +34,7 @@ from enginesmith.pipeline.tensors import Array
 Half = Literal["fp16", "bf16"]
 _NOTHING: Mapping[str, float] = MappingProxyType({})
 _CHEAP = "its neighbors are in float32"
+_ALONE = "no product beside it can be lowered"
 _TYPE_ATTRIBUTES = ("to", "dtype", "output_dtype")
 _SHORT = {"FLOAT": "fp32", "FLOAT16": "fp16", "BFLOAT16": "bf16"}
 
@@ -49,6 +52,8 @@ class Lowered:
     """Cast nodes that were put in."""
     clips: tuple[str, ...]
     """Clip nodes that were put in before the cast of an attention mask, whose lowest number would become infinite."""
+    remedy: str
+    """What to do where no node is in the low type; empty where some are."""
 
 
 def lower(
@@ -63,22 +68,42 @@ def lower(
         UsageError: ``keep`` names a node that is not there.
         InvalidGraph: the graph is in a low type already.
     """
-    target = {"fp16": ir.DataType.FLOAT16, "bf16": ir.DataType.BFLOAT16}[dtype]
-    _prepare(model, keep)
-    judged = judge(model.graph, model.opset_imports.get("", 1), target.name.lower(), keep, largest)
+    target, opset = _find_type(dtype), model.opset_imports.get("", 1)
+    _prepare(model)
+    _check(model, keep)
+    judged = judge(model.graph, opset, target.name.lower(), keep, largest)
     low = judged.low | choose(model.graph, judged)
+    remedy = "" if low else _find_remedy(model.graph, opset, target.name.lower())
     order = [node for node in model.graph if node in low]
     reasons = {node.name or "": reason for node, reason in judged.kept.items()}
-    reasons |= {node.name or "": _CHEAP for node in judged.free if node not in low}
+    reasons |= {node.name or "": _CHEAP if low else _ALONE for node in judged.free if node not in low}
     _fit_scales(model.graph, low, target)
     retyper = _Retyper(model.graph, Judged({node: judged.slots[node] for node in order}), target)
     retyper.run()
     names = tuple(node.name or "" for node in order if node.graph is not None)
-    return Lowered(dtype, names, reasons, tuple(retyper.casts), tuple(retyper.clips))
+    return Lowered(dtype, names, reasons, tuple(retyper.casts), tuple(retyper.clips), remedy)
 
 
-def _prepare(model: "ir.Model", keep: Collection[str]) -> None:
-    """Inline functions, make constants initializers, name every node, type every value; refuse what makes no sense."""
+def is_lowerable(model: "ir.Model", dtype: Half) -> bool:
+    """Tell whether a product of a graph can be in a low type; the graph is prepared for that, and not lowered."""
+    _prepare(model)
+    return bool(judge(model.graph, model.opset_imports.get("", 1), _find_type(dtype).name.lower(), (), _NOTHING).low)
+
+
+def _find_remedy(graph: "ir.Graph", opset: int, dtype: str) -> str:
+    if remedy := find_remedy(graph):
+        return remedy
+    if (later := find_opset(graph, opset, dtype)) is not None:
+        return f"export it again with --opset {later} or later"
+    return "use fp32"
+
+
+def _find_type(dtype: Half) -> "ir.DataType":
+    return {"fp16": ir.DataType.FLOAT16, "bf16": ir.DataType.BFLOAT16}[dtype]
+
+
+def _prepare(model: "ir.Model") -> None:
+    """Inline functions, make constants initializers, name every node and type every value."""
     from onnx_ir.passes import common
 
     edit.flatten(model)
@@ -89,6 +114,10 @@ def _prepare(model: "ir.Model", keep: Collection[str]) -> None:
         common.ShapeInferencePass(strict_mode=False)(model)
         for value, (name, shape) in zip(model.graph.outputs, declared, strict=True):
             value.name, value.shape = name, shape
+
+
+def _check(model: "ir.Model", keep: Collection[str]) -> None:
+    """Refuse a graph that is in a low type already, and names in ``keep`` that no node has."""
     if unknown := sorted(set(keep) - {node.name for node in model.graph}):
         raise UsageError(f"the graph has no node {unknown[0]!r} that could be kept in float32", "name a node of it")
     halves = (ir.DataType.FLOAT16, ir.DataType.BFLOAT16)

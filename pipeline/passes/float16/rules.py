@@ -194,7 +194,7 @@ _TABLE_SIZE = 1 << 16  # elements; a table of so many that Gather looks up is a 
 
 @dataclass
 class Judged:
-    """The nodes that read or make float32, in the order of the graph: those that go low, may, or stay and why."""
+    """The nodes that read or make floats, in the order of the graph: those that go low, may, or stay and why."""
 
     slots: "dict[ir.Node, Slots]" = field(default_factory=dict)
     low: "dict[ir.Node, None]" = field(default_factory=dict)
@@ -225,6 +225,8 @@ def judge(graph: "ir.Graph", opset: int, dtype: str, keep: Collection[str], larg
             else:
                 result.slots[node] = slots
                 (result.low if is_product(node) else result.free)[node] = None
+        elif any(value is not None and value.dtype == ir.DataType.DOUBLE for value in (*node.inputs, *node.outputs)):
+            result.kept[node] = "computes in float64, and only float32 is lowered"
         if ranges:
             ranges.follow(node, slots)
     return result
@@ -267,6 +269,27 @@ def is_product(node: "ir.Node") -> bool:
         return node.op_type in _PRODUCTS
     left, right = (() if value is None or value.shape is None else tuple(value.shape) for value in node.inputs[:2])
     return left[-1:] != (1,) and right[-2:-1] != (1,)
+
+
+def find_remedy(graph: "ir.Graph") -> str:
+    """Find a change to the model with which products of a graph could be in few bits; empty if none is known."""
+    nodes = list(ir.traversal.RecursiveGraphIterator(graph))
+    products = [node for node in nodes if is_product(node)]
+    others = (ir.DataType.DOUBLE, ir.DataType.FLOAT16, ir.DataType.BFLOAT16)
+    if any(value is not None and value.dtype in others for node in products for value in node.inputs):
+        return "export the model in float32"
+    if foreign := next((node for node in nodes if node.domain), None):
+        return f"give the graph in ONNX's own operators, as it was before {foreign.op_type} was put into it"
+    return ""
+
+
+def find_opset(graph: "ir.Graph", opset: int, dtype: str) -> int | None:
+    """Find the first later opset in which a product without a form in a type has one; None if there is none."""
+    import onnx
+
+    lacking = [node for node in graph if is_product(node) and not find_slots(node, opset, dtype)]
+    later = range(opset + 1, onnx.defs.onnx_opset_version() + 1)
+    return next((version for version in later if any(find_slots(node, version, dtype) for node in lacking)), None)
 
 
 # The nodes that may be in either type, chosen such that as few casts as possible are needed.

@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING
 from enginesmith.pipeline.errors import InvalidGraph, UsageError
 from enginesmith.pipeline.frameworks.onnx import edit, ir
 from enginesmith.pipeline.frameworks.onnx.model_file import MODULE_KEY
+from enginesmith.pipeline.passes.float16.convert import is_lowerable
+from enginesmith.pipeline.passes.float16.rules import find_remedy
 from enginesmith.pipeline.passes.quantize.precisions import KINDS, Name
 from enginesmith.pipeline.tensors import Array
 from enginesmith.pipeline.units import name_some
@@ -21,6 +23,7 @@ PRODUCTS = (*CONVOLUTIONS, *MATRIX_PRODUCTS)
 """Operators with a quantized form."""
 SAME_NUMBERS = frozenset(("Reshape", "Transpose", "Squeeze", "Unsqueeze", "Flatten", "Identity"))
 """Operators whose output has the numbers of their input, in another shape."""
+_HANDING_ON = SAME_NUMBERS | {"Cast"}
 WEIGHT, BIAS = 1, 2
 """Positions of the inputs of products."""
 ON_REQUEST = "the assignment keeps it in floating point"
@@ -221,7 +224,7 @@ def prepare(model: "ir.Model", precision: str, keep: Collection[str] = ()) -> tu
         UsageError: ``keep`` names groups that there are none of.
     """
     for node in ir.traversal.RecursiveGraphIterator(model.graph):
-        if any(mark in node.op_type for mark in _MARKS):
+        if any(mark in node.op_type for mark in _MARKS) or _unpacks_weight(node):
             raise InvalidGraph(
                 f"the graph is quantized already: it has a {node.op_type} ({node.name or node.outputs[0].name!r}), and "
                 f"{precision} is made of a float32 graph",
@@ -247,6 +250,20 @@ def prepare(model: "ir.Model", precision: str, keep: Collection[str] = ()) -> tu
     return groups
 
 
+def _unpacks_weight(node: "ir.Node") -> bool:
+    """Tell whether a node unpacks a constant that a product reads, perhaps through operators that keep its numbers."""
+    if node.op_type != "DequantizeLinear" or edit.read_constant(node.inputs[0]) is None:
+        return False
+    waiting = list(node.outputs)
+    for value in waiting:
+        for reader, index in value.uses():
+            if reader.op_type in PRODUCTS and index == WEIGHT:
+                return True
+            if reader.op_type in _HANDING_ON:
+                waiting += reader.outputs
+    return False
+
+
 def require_opset(model: "ir.Model", precision: Name) -> None:
     """Refuse a graph of an older opset than a precision needs.
 
@@ -266,6 +283,7 @@ class NothingToQuantize(InvalidGraph):
 
 
 def require_products(
+    model: "ir.Model",
     groups: Collection[QuantizableOp],
     precision: str,
     usable: Collection[QuantizableOp],
@@ -278,8 +296,13 @@ def require_products(
     """
     if usable:
         return
-    reasons = sorted({f"{group.operator}: {group.reason}" for group in groups if group.reason})
-    what = f"has no product that can be in {precision}" + (f" ({'; '.join(reasons[:_SHOWN])})" if reasons else "")
-    raise NothingToQuantize(
-        f"the graph {what}; {', '.join(operators)} with a constant float32 weight can", "use fp16 or fp32"
-    )
+    reasons = {f"{group.operator}: {group.reason}" for group in groups if group.reason}
+    for node in ir.traversal.RecursiveGraphIterator(model.graph):
+        if node.domain:
+            reasons.add(f"{node.op_type}: it is of the domain {node.domain!r}")
+        elif node.graph is not model.graph and node.op_type in operators:
+            reasons.add(f"{node.op_type}: bodies of branches and loops are left as they are")
+    what = f"has no product that can be in {precision}"
+    what += f" ({'; '.join(sorted(reasons)[:_SHOWN])})" if reasons else ""
+    remedy = "use fp16 or fp32" if is_lowerable(model, "fp16") else find_remedy(model.graph) or "use fp32"
+    raise NothingToQuantize(f"the graph {what}; {', '.join(operators)} with a constant float32 weight can", remedy)

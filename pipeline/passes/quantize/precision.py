@@ -230,10 +230,8 @@ class Precision(PrecisionPass, GraphPass):
         largest = {name: max(-span.minimum, span.maximum) if span.finite else math.inf for name, span in known}
         lowered = lower(model, low, keep=chosen.floating, largest=largest)
         if not self._low and not lowered.nodes:
-            shown = _count_reasons(lowered.kept.values()) or "there are no such nodes"
-            raise ModelError(
-                f"no node of this graph can be in {self.precision}: {shown}", "export it again with a newer opset"
-            )
+            shown = _count_reasons(lowered.kept.values()) or "none computes in floating point"
+            raise ModelError(f"no node of this graph can be in {self.precision}: {shown}", lowered.remedy)
         return lowered
 
     def _list_entries(

@@ -132,7 +132,7 @@ def quantize(model: "ir.Model", ranges: Ranges, settings: Settings, correct: Cor
     """
     groups = layers.prepare(model, settings.number, settings.keep)
     usable = [group for group in groups if not group.reason]
-    layers.require_products(groups, settings.number, usable)
+    layers.require_products(model, groups, settings.number, usable)
     names = {name for group in usable for name in group.activations}
     if names and not names & set(ranges.tensors):
         raise UsageError(

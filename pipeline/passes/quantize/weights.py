@@ -39,7 +39,7 @@ def quantize_dynamically(model: "ir.Model", settings: Settings, correct: Correct
     nodes = {str(node.name): node for node in model.graph}
     formless = {group.name: why for group in groups if (why := _explain_no_dynamic_form(group, nodes[group.name]))}
     usable = [group for group in groups if group.name not in formless]
-    layers.require_products(groups, _DYNAMIC, usable, (*layers.MATRIX_PRODUCTS, "LSTM"))
+    layers.require_products(model, groups, _DYNAMIC, usable, (*layers.MATRIX_PRODUCTS, "LSTM"))
     left = {group.name: layers.ON_REQUEST for group in groups if group.name in settings.keep} | formless
     products = _DynamicProducts(Writer(model.graph), settings, correct)
     for group in groups:
@@ -174,7 +174,7 @@ def quantize_to_int4(
     groups = layers.prepare(model, _INT4, settings.keep)
     nodes = {str(node.name): node for node in model.graph}
     usable = [group for group in groups if not group.reason and group.operator in layers.MATRIX_PRODUCTS]
-    layers.require_products(groups, _INT4, usable, layers.MATRIX_PRODUCTS)
+    layers.require_products(model, groups, _INT4, usable, layers.MATRIX_PRODUCTS)
     left = {group.name: why for group in groups if (why := _explain_no_int4_form(group, nodes[group.name], settings))}
     writer = Writer(model.graph)
     readers: dict[tuple[ir.Value, bool], list[ir.Node]] = {}
