@@ -15,6 +15,7 @@ from enginesmith.pipeline.errors import UsageError
 from enginesmith.pipeline.frameworks import processing, samples
 from enginesmith.pipeline.frameworks.onnx import dimensions, edit, model_file
 from enginesmith.pipeline.frameworks.onnx.processing import extend
+from enginesmith.pipeline.frameworks.onnx.randomness import check_steady
 from enginesmith.pipeline.frameworks.processing import ProcessingRequest
 from enginesmith.pipeline.frameworks.source import Source
 from enginesmith.pipeline.passes.base import Progress
@@ -137,6 +138,7 @@ class LoadOnnx(_FromSource):
         model_file.check(path)
         file, notes = out / edit.FILE, tuple[str, ...]()
         if self.processing:
+            check_steady(path, self.source.text, {})
             progress("adding what is computed before and after the model")
             self._extend(path, out)
         elif self.inputs:
@@ -147,6 +149,8 @@ class LoadOnnx(_FromSource):
             notes = dimensions.name_outputs(file, usual, lambda sizes: draw_feeds(named, sizes))
         else:
             model_file.copy(path, file)
+        if not self.processing:
+            check_steady(file, self.source.text, self.sizes)
         facts = model_file.summary(file)
         return Effect(
             file=edit.FILE,

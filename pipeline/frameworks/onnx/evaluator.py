@@ -1,8 +1,10 @@
 """Compute graphs with ONNX Runtime as a library, for calibration, comparisons and probes."""
 
-from collections.abc import Iterator, Sequence
+import contextlib
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from types import MappingProxyType
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -59,7 +61,7 @@ def compare_graphs(before: Path, after: Path) -> None:
         MissingCapability: ONNX Runtime is not installed.
     """
     reason = "no feeds"
-    for feeds in _candidates(model_file.signature(before)):
+    for feeds in draw_candidates(model_file.signature(before)):
         try:
             expected = run_graph(before, feeds)
         except ModelError as error:
@@ -73,18 +75,39 @@ def compare_graphs(before: Path, after: Path) -> None:
 
 
 def run_graph(model: Path | bytes, feeds: Feeds, outputs: Sequence[str] | None = None, threads: int = 0) -> list[Array]:
-    """Run a graph, a file or its bytes, on the CPU for its outputs; feeds that it does not read are left out.
+    """Run a graph once; errors and the rest as of :func:`open_graph`."""
+    return open_graph(model, threads)(feeds, outputs)
+
+
+class RunGraph(Protocol):
+    """Answers feeds by a graph in one session."""
+
+    def __call__(self, feeds: Feeds, outputs: Sequence[str] | None = None) -> list[Array]: ...
+
+
+def open_graph(model: Path | bytes, threads: int = 0) -> RunGraph:
+    """Open a graph, a file or its bytes, on the CPU, to be run for outputs; feeds that it does not read are left out.
 
     Raises:
-        ModelError: it cannot be loaded, or does not take these feeds.
+        ModelError: it cannot be loaded, or does not take the feeds that it is run on.
         MissingCapability: ONNX Runtime is not installed.
     """
     library, failures = import_library()
-    options = session_options(library, threads)
+    with _translate_errors(failures):
+        session = library.InferenceSession(model, session_options(library, threads), providers=["CPUExecutionProvider"])
+    inputs = {value.name for value in session.get_inputs()}
+
+    def run(feeds: Feeds, outputs: Sequence[str] | None = None) -> list[Array]:
+        with _translate_errors(failures):
+            return list(session.run(outputs, {name: value for name, value in feeds.items() if name in inputs}))
+
+    return run
+
+
+@contextlib.contextmanager
+def _translate_errors(failures: tuple[type[Exception], ...]) -> Iterator[None]:
     try:
-        session = library.InferenceSession(model, options, providers=["CPUExecutionProvider"])
-        inputs = {value.name for value in session.get_inputs()}
-        return list(session.run(outputs, {name: value for name, value in feeds.items() if name in inputs}))
+        yield
     except failures as error:
         raise ModelError(str(error).splitlines()[0][:200]) from error
 
@@ -112,11 +135,17 @@ def _distance(expected: Array, actual: Array) -> float:
     return worst
 
 
-def _candidates(signature: Signature) -> Iterator[dict[str, Array]]:
-    """Draw normal numbers, rows of tables, and for other integers zeros and ones, which are valid masks, too."""
+def draw_candidates(
+    signature: Signature, known: Mapping[str, int] = MappingProxyType({})
+) -> Iterator[dict[str, Array]]:
+    """Draw feeds of several sizes: normal numbers, rows of tables, and else zeros and ones, which are masks, too.
+
+    ``known`` are sizes of dimensions; all others are guessed.
+    """
     first = {spec.shape[0] for spec in signature.inputs if spec.shape}
-    for other in _OTHERS if set(signature.symbols) - first else _OTHERS[:1]:
-        sizes = {symbol: _FIRST if symbol in first else other for symbol in signature.symbols}
+    for other in _OTHERS if set(signature.symbols) - first - {*known} else _OTHERS[:1]:
+        guessed = {symbol: _FIRST if symbol in first else other for symbol in signature.symbols}
+        sizes = {**guessed, **known}
         generator = np.random.default_rng(0)
         feeds: dict[str, Array] = {}
         for spec in signature.inputs:
