@@ -9,10 +9,13 @@ from typing import Any
 
 import numpy as np
 import onnx
+import onnx.parser
 import pytest
 from onnx import TensorProto, helper, numpy_helper
 
+from enginesmith.pipeline.engines.base import Engine
 from enginesmith.pipeline.engines.onnxruntime.engine import OnnxRuntime
+from enginesmith.pipeline.engines.openvino.engine import OpenVINO
 from enginesmith.pipeline.measure.prosecution import reduction
 from enginesmith.pipeline.measure.prosecution.evidence import Evidence, write_evidence
 from enginesmith.pipeline.measure.prosecution.finding import Finding
@@ -49,6 +52,11 @@ def make_issue(model: onnx.ModelProto, expected: Feeds, found: Feeds | None, **f
     return write_issue(make_finding(**fields), Evidence(model, FEEDS, expected, found, SCRIPT))
 
 
+def run_script(folder: Path) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-I", str(folder / "repro.py")]
+    return subprocess.run(command, capture_output=True, text=True, check=False)
+
+
 def test_the_script_shows_the_fault_alone(model: onnx.ModelProto, tmp_path: Path) -> None:
     right = reduction.compute(model, FEEDS)
     wrong = {"y": right["y"] + np.float32(1)}
@@ -59,7 +67,7 @@ def test_the_script_shows_the_fault_alone(model: onnx.ModelProto, tmp_path: Path
     ):
         folder = tmp_path / name
         write_evidence(folder, make_finding(), Evidence(model, FEEDS, expected, right, SCRIPT, tolerance))
-        done = subprocess.run([sys.executable, "-I", folder / "repro.py"], capture_output=True, text=True, check=False)
+        done = run_script(folder)
         assert done.returncode == code, done.stderr
         with np.load(folder / "inputs.npz") as inputs, np.load(folder / "found.npz") as answers:
             assert list(json.loads(str(inputs["names"])).values()) == list(FEEDS)
@@ -73,9 +81,50 @@ def test_the_script_shows_the_fault_alone(model: onnx.ModelProto, tmp_path: Path
 
 def test_the_lines_of_onnxruntime_answer_as_its_session_did(model: onnx.ModelProto, tmp_path: Path) -> None:
     onnx.save(model, tmp_path / "model.onnx")
-    known: dict[str, Any] = {"MODEL": str(tmp_path / "model.onnx"), "inputs": FEEDS}
-    exec(OnnxRuntime().reproduce(Device()), known)
-    np.testing.assert_allclose(known["found"]["y"], reduction.compute(model, FEEDS)["y"], rtol=1e-5)
+    ends: dict[str, Any] = {"INPUTS": ["x"], "OUTPUTS": ["y"], "MODEL": str(tmp_path / "model.onnx"), "inputs": FEEDS}
+    exec(OnnxRuntime().reproduce(Device()), ends)
+    np.testing.assert_allclose(ends["found"]["y"], reduction.compute(model, FEEDS)["y"], rtol=1e-5)
+
+
+PASSED_ON = """<ir_version: 8, opset_import: ["" : 17]>
+g (float[N,4] x, float[N,2] INPUT_NAMES) => (float[N,4] d, float[N,2] OUTPUTS, float[N,4] y) {
+    d = Dropout (x) OUTPUTS = Dropout (INPUT_NAMES) y = Neg (x)
+}"""
+
+
+@pytest.mark.parametrize("engine", [OnnxRuntime(), OpenVINO()], ids=lambda engine: engine.name)
+def test_the_script_of_an_engine_runs_where_inputs_are_passed_on(engine: Engine, tmp_path: Path) -> None:
+    if not (available := engine.available(Device())).ok:
+        pytest.skip(available.reason)
+    model = onnx.parser.parse_model(PASSED_ON)
+    feeds = {"INPUT_NAMES": np.ones((3, 2), np.float32), **FEEDS}  # in another order than in the graph
+    right = reduction.compute(model, feeds)
+    wrong = {**right, "y": right["y"] + np.float32(1)}
+    for name, expected, code in (("right", right, 0), ("wrong", wrong, 1)):
+        evidence = Evidence(model, feeds, expected, right, engine.reproduce(Device()))
+        write_evidence(tmp_path / name, make_finding(), evidence)
+        done = run_script(tmp_path / name)
+        assert done.returncode == code, done.stdout + done.stderr
+        assert "y[" in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("lines", "answered", "code", "text"),
+    [
+        ("found = 1 / 0", True, 2, "this script cannot run the model: division by zero"),
+        ("found = 1 / 0", False, 1, "it does not answer: division by zero"),
+        ("import nothing_of_that_name", True, 2, "this script cannot run the model: No module named"),
+        ("import nothing_of_that_name", False, 2, "this script cannot run the model: No module named"),
+    ],
+)
+def test_a_script_that_cannot_run_shows_no_fault(
+    lines: str, answered: bool, code: int, text: str, model: onnx.ModelProto, tmp_path: Path
+) -> None:
+    right = reduction.compute(model, FEEDS)
+    write_evidence(tmp_path, make_finding(), Evidence(model, FEEDS, right, right if answered else None, lines))
+    done = run_script(tmp_path)
+    assert done.returncode == code
+    assert done.stdout.startswith(text)
 
 
 @pytest.mark.parametrize("here", [True, False])
@@ -83,7 +132,7 @@ def test_on_cuda_they_have_the_options_of_the_session(here: bool, monkeypatch: p
     """A binding that keeps what it is given; without a GPU, ONNX Runtime's would run it on the CPU without a word."""
     given: list[Any] = []
     names = ["CUDAExecutionProvider"] * here + ["CPUExecutionProvider"]
-    session = SimpleNamespace(get_providers=lambda: names, get_outputs=list, run=lambda names, feeds: [])
+    session = SimpleNamespace(get_providers=lambda: names, run=lambda names, feeds: [])
     binding = SimpleNamespace(
         SessionOptions=SimpleNamespace,
         GraphOptimizationLevel=SimpleNamespace(ORT_ENABLE_ALL="all"),
@@ -92,7 +141,10 @@ def test_on_cuda_they_have_the_options_of_the_session(here: bool, monkeypatch: p
     )
     monkeypatch.setitem(sys.modules, "onnxruntime", binding)
     engine = OnnxRuntime(provider_options=("prefer_nhwc=1",), cuda_graphs=True, without=("ConvBNFusion",))
-    lines, known = engine.reproduce(Device(kind="cuda", index=1)), {"MODEL": "model.onnx", "inputs": {}}
+    lines, known = (
+        engine.reproduce(Device(kind="cuda", index=1)),
+        {"MODEL": "model.onnx", "INPUTS": [], "OUTPUTS": [], "inputs": {}},
+    )
     if here:
         exec(lines, known)
     else:

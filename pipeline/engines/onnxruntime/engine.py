@@ -78,8 +78,7 @@ providers = {listed}
 session = onnxruntime.InferenceSession(MODEL, options, providers=providers, disabled_optimizers={without})
 if session.get_providers()[0] != providers[0][0]:
     raise ImportError("onnxruntime would run it on another device")
-names = [value.name for value in session.get_outputs()]
-found = dict(zip(names, session.run(names, inputs)))
+found = dict(zip(OUTPUTS, session.run(OUTPUTS, {{name: inputs[name] for name in INPUTS}})))
 """
 
 

@@ -41,8 +41,8 @@ _REPRODUCE = """
 import openvino
 
 compiled = openvino.Core().compile_model(MODEL, "CPU", {{"INFERENCE_PRECISION_HINT": "{floats}"}})
-answers = compiled(inputs)
-found = {{name: answers[output] for output in compiled.outputs for name in output.get_names()}}
+answers = compiled([inputs[name] for name in INPUTS])  # in order: an input that is passed on loses its name
+found = {{name: answers[place] for place, name in enumerate(OUTPUTS)}}
 """
 
 

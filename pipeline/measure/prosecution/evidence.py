@@ -1,6 +1,7 @@
 """Write what was found as a folder: a small graph, its inputs, the right answers, a script that shows the fault."""
 
 import json
+import re
 import textwrap
 from dataclasses import dataclass
 from pathlib import Path
@@ -30,7 +31,7 @@ class Evidence:
     found: Feeds | None
     """None where there was no answer."""
     script: str = ""
-    """Lines of the engine's own package that set ``found`` by output name; empty where it cannot run the graph."""
+    """Lines of the engine's own package that answer, as ``Engine.reproduce`` writes them; empty where it cannot."""
     tolerance: float = 1e-4
     """Share of an output's range from which a difference is a fault."""
 
@@ -39,8 +40,17 @@ class Evidence:
         """The text of ``repro.py``; empty where there is none."""
         if self.model is None or not self.script:
             return ""
-        lines = textwrap.indent(self.script.strip(), "    ").strip()
-        return _SCRIPT.replace("# ENGINE", lines).replace("TOLERANCE", f"{self.tolerance:g}")
+        graph = self.model.graph
+        weights = {tensor.name for tensor in graph.initializer}
+        texts = {
+            "# ENGINE": textwrap.indent(self.script.strip(), "    ").strip(),
+            "TOLERANCE": f"{self.tolerance:g}",
+            "INPUT_NAMES": repr([value.name for value in graph.input if value.name not in weights]),
+            "OUTPUT_NAMES": repr([value.name for value in graph.output]),
+            "IT_FAILS": "it does not answer" if self.found is None else "this script cannot run the model",
+            "FAILURE_CODE": "1" if self.found is None else "2",
+        }
+        return re.sub("|".join(texts), lambda match: texts[match[0]], _SCRIPT)  # at once: names may be like these
 
 
 def write_evidence(folder: Path, finding: Finding, evidence: Evidence) -> None:
@@ -64,7 +74,8 @@ def _save(file: Path, arrays: Feeds) -> None:
     np.savez(file, allow_pickle=False, names=np.array(json.dumps(names)), **content)
 
 
-_SCRIPT = '''"""Show the fault: python repro.py. Exit code 1: the answer is wrong; 0: it is right."""
+_SCRIPT = '''\
+"""Show the fault: python repro.py. Exit code 1: the answer is wrong; 0: it is right; 2: it cannot be computed."""
 
 import json
 import pathlib
@@ -74,6 +85,8 @@ import numpy as np
 
 HERE = pathlib.Path(__file__).resolve().parent
 MODEL = str(HERE / "model.onnx")
+INPUTS = INPUT_NAMES
+OUTPUTS = OUTPUT_NAMES
 
 
 def load(name):
@@ -84,11 +97,12 @@ def load(name):
 inputs, expected = load("inputs.npz"), load("expected.npz")
 try:
     # ENGINE
-except ImportError:
-    raise
+except ImportError as error:
+    print(f"this script cannot run the model: {error}")
+    sys.exit(2)
 except Exception as error:
-    print(f"it does not answer: {error}")
-    sys.exit(1)
+    print(f"IT_FAILS: {error}")
+    sys.exit(FAILURE_CODE)
 wrong = False
 for name, wanted in expected.items():
     given = np.asarray(found[name])
