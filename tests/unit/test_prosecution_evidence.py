@@ -20,6 +20,7 @@ from enginesmith.pipeline.measure.prosecution import reduction
 from enginesmith.pipeline.measure.prosecution.evidence import Evidence, write_evidence
 from enginesmith.pipeline.measure.prosecution.finding import Finding
 from enginesmith.pipeline.measure.prosecution.issue import write_issue
+from enginesmith.pipeline.measure.prosecution.locate import find_ties
 from enginesmith.pipeline.system.device import Device
 from enginesmith.pipeline.tensors import Feeds
 from enginesmith.pipeline.units import AddedOption
@@ -214,3 +215,38 @@ def test_a_report_tells_nan_other_shapes_and_no_answer(model: onnx.ModelProto) -
     assert "There is no answer: it does not answer: no room." in none
     whole = make_issue(model, {"y": np.array([1, 2, 3])}, {"y": np.array([1, 2, 4])})
     assert "| [2] | 3 | 4 |" in whole
+
+
+CHOOSING = """<ir_version: 8, opset_import: ["" : 17]>
+g (float[N,4] x) => (float[N,2] v, int32[N,2] i, int64[N] best, float[N,4] y) <int64[1] k = {2}> {
+    v, places = TopK (x, k) i = Cast <to = 6> (places) best = ArgMax <axis = 1, keepdims = 0> (x) y = Neg (x)
+}"""
+
+
+@pytest.mark.parametrize(
+    ("changed", "named"),
+    [
+        ({"i": [[2, 0], [1, 3]]}, "TopK chose others"),
+        ({"i": [[2, 0], [1, 0]]}, "TopK chose others"),
+        ({"best": [2, 1]}, "ArgMax chose others"),
+        ({"i": [[2, 0], [1, 3]], "best": [2, 1]}, "TopK and ArgMax chose others"),
+        ({"i": [[0, 1], [1, 3]]}, ""),  # a smaller number
+        ({"i": [[0, 0], [1, 3]]}, ""),  # one number twice
+        ({"i": [[0, 4], [1, 3]]}, ""),
+        ({"best": [0, 3]}, ""),
+        ({"i": [[2, 0], [1, 3]], "y": np.ones((2, 4))}, ""),
+        ({}, ""),
+    ],
+)
+def test_a_choice_among_equal_numbers_is_called_that(changed: dict[str, Any], named: str) -> None:
+    model = onnx.parser.parse_model(CHOOSING)
+    feeds = {"x": np.array([[5, 1, 5, 1], [2, 9, 2, 2]], np.float32)}
+    right = reduction.compute(model, feeds)
+    found = {**right, **{name: np.array(value, right[name].dtype) for name, value in changed.items()}}
+    ties = find_ties(Evidence(model, feeds, right, found))
+    assert ties == (f"{named} among exactly equal numbers, of which ONNX takes the first" if named else "")
+    finding = make_finding(ties=ties)
+    assert finding.sentence == f"wrong on sizes (batch 3): wrong{f': {ties}' if ties else ''}; guilty: engine"
+    issue = write_issue(finding, Evidence(model, feeds, right, found))
+    assert issue.startswith(f"# ONNX Runtime 1.31.1: wrong result, {ties}\n") is bool(ties)
+    assert find_ties(Evidence(model, feeds, right, None)) == ""

@@ -15,6 +15,8 @@ class Finding(BaseModel, frozen=True):
     """Family of the input: ``sizes``, ``values`` …"""
     note: str
     reason: str
+    ties: str = ""
+    """What differs where that is a choice among exactly equal numbers alone; empty where it is not."""
     witness: str
     """Source of the right answer: ``model``, ``graph``, or itself on one sample ``alone``."""
     attempts: int
@@ -44,7 +46,8 @@ class Finding(BaseModel, frozen=True):
     @property
     def fault(self) -> str:
         """The input and what is wrong on it."""
-        return f"wrong on {self.walk} ({self.note}): {self.reason}"
+        ties = f": {self.ties}" if self.ties else ""
+        return f"wrong on {self.walk} ({self.note}): {self.reason}{ties}"
 
     @property
     def sentence(self) -> str:

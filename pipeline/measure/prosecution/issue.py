@@ -77,12 +77,14 @@ def _write_title(finding: "Finding", differences: "Sequence[_Difference]") -> st
     nodes = [node if finding.guilty != "engine" else node.split()[0] for node in finding.nodes]
     of = f" of {name_some(nodes, _OPERATORS)}" if nodes else ""
     by = f" with {finding.option.value}" if finding.option and _is_optimizer(finding) else ""
-    return f"{finding.software or finding.guilty}: wrong result{of}{by}{_name_symptom(differences)}"
+    return f"{finding.software or finding.guilty}: wrong result{of}{by}{_name_symptom(finding, differences)}"
 
 
-def _name_symptom(differences: "Sequence[_Difference]") -> str:
+def _name_symptom(finding: "Finding", differences: "Sequence[_Difference]") -> str:
     if not differences:
         return ""
+    if finding.ties:
+        return f", {finding.ties}"
     worst = max(differences, key=lambda each: each.error / each.span)
     if worst.found.shape != worst.expected.shape:
         return f", of shape {list(worst.found.shape)} instead of {list(worst.expected.shape)}"
@@ -99,7 +101,7 @@ def _describe(finding: "Finding", differences: "Sequence[_Difference]") -> Itera
     software = finding.software or f"the stage {finding.guilty}"
     part = f" of the {count_words(len(finding.nodes), 'node')} below" if finding.nodes else ""
     whole = f" They are a part of a model of {finding.whole} nodes." if finding.whole and finding.nodes else ""
-    symptom = _name_symptom(differences).removeprefix(", ")
+    symptom = _name_symptom(finding, differences).removeprefix(", ")
     wrong = (
         f"a wrong result{part}: {symptom or finding.reason}" if differences else f"no right result: {finding.reason}"
     )

@@ -15,7 +15,15 @@ import numpy as np
 
 from enginesmith.pipeline.errors import FidelityError
 from enginesmith.pipeline.frameworks import samples
-from enginesmith.pipeline.frameworks.fidelity import OutputFidelity, Thresholds, compare, compare_calls, thresholds_for
+from enginesmith.pipeline.frameworks.fidelity import (
+    Fidelity,
+    OutputFidelity,
+    Thresholds,
+    compare,
+    compare_calls,
+    describe_failure,
+    thresholds_for,
+)
 from enginesmith.pipeline.frameworks.rounding import COARSE, find_farthest
 from enginesmith.pipeline.frameworks.row_sets import count_rows
 from enginesmith.pipeline.tensors import Array, Feeds, Signature, find_fill, find_infinite
@@ -105,8 +113,10 @@ class Judge:
         """Say what is wrong with sets of few rows, pooled, or nothing: where they are few together, too."""
         if sum(count_rows(self.signature, *call) for call in calls) < _FEW_ROWS:
             return ""
-        share = _find_paired(compare_calls(calls, self.thresholds, self.signature, self.scales).outputs)
-        return "" if share >= _LEAST_PAIRED else f"{_describe_share(share)}, of {len(calls)} inputs with few rows"
+        pooled = compare_calls(calls, self.thresholds, self.signature, self.scales)
+        if _find_paired(pooled) >= _LEAST_PAIRED:
+            return ""
+        return f"{describe_failure(pooled)}, of {len(calls)} inputs with few rows"
 
     def explains_rows(self, reference: Feeds, actual: Feeds, rounded: Iterable[Feeds]) -> bool:
         """Tell whether rows are others because rounding chooses them: the model's own, rounded otherwise, are, too.
@@ -114,8 +124,8 @@ class Judge:
         Each output that is too far from the reference is so then, with half of the likeness at least.
         """
         try:
-            ours = self._compare_sets(reference, actual)
-            others = [self._compare_sets(reference, each) for each in rounded if each]
+            ours = self._compare_sets(reference, actual).outputs
+            others = [self._compare_sets(reference, each).outputs for each in rounded if each]
         except FidelityError:
             return False
         return all(
@@ -124,20 +134,18 @@ class Judge:
             if not output.passed
         )
 
-    def _compare_sets(self, reference: Feeds, actual: Feeds) -> tuple[OutputFidelity, ...]:
-        return compare(reference, actual, self.thresholds, self.signature, self.scales).outputs
+    def _compare_sets(self, reference: Feeds, actual: Feeds) -> Fidelity:
+        return compare(reference, actual, self.thresholds, self.signature, self.scales)
 
     def _judge_rows(self, reference: Feeds, actual: Feeds, sensitivity: Callable[[], dict[str, float]]) -> Verdict:
         try:
-            outputs = self._compare_sets(reference, actual)
+            compared = self._compare_sets(reference, actual)
         except FidelityError as error:
             return Verdict(error.message)
-        share = _find_paired(outputs)
-        passed = all(output.passed for output in outputs)
-        enough = share >= _LEAST_PAIRED and self.precision not in EXACT
-        if passed or enough:
+        enough = _find_paired(compared) >= _LEAST_PAIRED and self.precision not in EXACT
+        if compared.passed or enough:
             return Verdict()
-        text = _describe_share(share)
+        text = describe_failure(compared)
         if np.inf in sensitivity().values():
             return Verdict(excuse=f"{text}; rounding alone chooses another number of rows")
         return Verdict(text)
@@ -206,12 +214,8 @@ class _Difference:
 _EQUAL = _Difference("", 0.0, 0.0)
 
 
-def _find_paired(outputs: Iterable[OutputFidelity]) -> float:
-    return min((output.paired for output in outputs if output.paired is not None), default=1.0)
-
-
-def _describe_share(paired: float) -> str:
-    return f"the rows that were chosen are others: {100 * paired:.0f} % have a partner"
+def _find_paired(compared: Fidelity) -> float:
+    return 1.0 if compared.paired is None else compared.paired
 
 
 def _is_as_near(output: OutputFidelity, others: Sequence[OutputFidelity]) -> bool:

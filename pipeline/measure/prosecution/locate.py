@@ -49,10 +49,22 @@ def locate_fault(known: Stages, shown: Disagreement, folder: Path) -> Finding:
     option: AddedOption | None = None
     with contextlib.suppress(EnginesmithError):
         option = find_option(known, at, shown, reduced)
+    script = known.engine.reproduce(known.device) if is_engine else simulation().reproduce(Device())
+    if reduced:
+        evidence = Evidence(
+            reduced.model, reduced.feeds, reduced.expected, reduced.found, script, tolerance=reduced.tolerance
+        )
+    else:
+        precision = stage.precision if shown.witness == MODEL else known.own_precision
+        found = shown.found if is_engine else _answer(stage, shown.feeds)
+        last = next((each.graph for each in reversed(known.stages) if each.graph), None)
+        model, tolerance = _read_whole(stage.graph or last), find_tolerance(precision)
+        evidence = Evidence(model, shown.feeds, shown.expected, found, script, tolerance)
     finding = Finding(
         walk=shown.walk,
         note=shown.note,
         reason=shown.reason,
+        ties=find_ties(evidence),
         witness=shown.witness,
         attempts=shown.attempts,
         guilty=stage.name,
@@ -67,17 +79,6 @@ def locate_fault(known: Stages, shown: Disagreement, folder: Path) -> Finding:
         versions=_list_versions(known, at),
         unreduced=reason,
     )
-    script = known.engine.reproduce(known.device) if is_engine else simulation().reproduce(Device())
-    if reduced:
-        evidence = Evidence(
-            reduced.model, reduced.feeds, reduced.expected, reduced.found, script, tolerance=reduced.tolerance
-        )
-    else:
-        precision = stage.precision if shown.witness == MODEL else known.own_precision
-        found = shown.found if is_engine else _answer(stage, shown.feeds)
-        last = next((each.graph for each in reversed(known.stages) if each.graph), None)
-        model, tolerance = _read_whole(stage.graph or last), find_tolerance(precision)
-        evidence = Evidence(model, shown.feeds, shown.expected, found, script, tolerance)
     write_evidence(folder, finding, evidence)
     return finding
 
@@ -236,6 +237,60 @@ def _try_other_numbers(known: Stages, reduced: Reduced) -> dict[str, bool]:
                     is_wrong(known.engine, reduced.model, feeds, precision, known.device, place, reduced.compute)
                 )
     return wrong
+
+
+_CHOICES = {"TopK": 1, "ArgMax": 0, "ArgMin": 0}
+"""Operators that answer the places of numbers which they choose, and the output that has them."""
+
+
+def find_ties(evidence: Evidence) -> str:
+    """Say that answers differ in nothing but which of exactly equal numbers an operator chooses; empty otherwise."""
+    model, expected, found = evidence.model, evidence.expected, evidence.found or {}
+    answers = {name: np.asarray(value) for name, value in found.items()}
+    if model is None or not answers.keys() >= expected.keys():
+        return ""
+    try:
+        values = reduction.record_values(model, evidence.feeds)
+    except EnginesmithError:
+        return ""
+    operators = list[str]()
+    for name, wanted in expected.items():
+        if not reduction.are_equal(answers[name], wanted, evidence.tolerance):
+            node = _find_choice(model, name)
+            data = values.get(node.input[0]) if node else None
+            if node is None or data is None or not _are_tied(node, data, wanted, answers[name]):
+                return ""
+            operators.append(node.op_type)
+    names = " and ".join(dict.fromkeys(operators))
+    return f"{names} chose others among exactly equal numbers, of which ONNX takes the first" if operators else ""
+
+
+def _find_choice(model: "onnx.ModelProto", name: str) -> "onnx.NodeProto | None":
+    """Find the node that chose the places which a value of the main graph holds."""
+    makers = {output: (node, at) for node in model.graph.node for at, output in enumerate(node.output)}
+    while name in makers:
+        node, at = makers[name]
+        if node.op_type not in ("Identity", "Cast"):
+            return node if _CHOICES.get(node.op_type) == at else None
+        name = node.input[0]
+    return None
+
+
+def _are_tied(node: "onnx.NodeProto", data: Array, wanted: Array, given: Array) -> bool:
+    """Tell whether both sides chose other numbers of the same values, none of them twice."""
+    from onnx import helper
+
+    attributes = {entry.name: helper.get_attribute_value(entry) for entry in node.attribute}
+    axis = attributes.get("axis", -1 if node.op_type == "TopK" else 0)
+    places = [side.astype(np.int64) for side in (wanted, given)]
+    if node.op_type != "TopK" and not attributes.get("keepdims", 1):
+        places = [np.expand_dims(side, axis) for side in places]
+    in_range = all(((side >= 0) & (side < data.shape[axis])).all() for side in places)
+    if wanted.shape != given.shape or not in_range or attributes.get("select_last_index", 0):
+        return False
+    ours, theirs = (np.take_along_axis(data, side, axis) for side in places)
+    distinct = np.diff(np.sort(places[1], axis), axis=axis).all()
+    return bool(np.array_equal(ours, theirs) and distinct)
 
 
 def describe_software(engine: Engine) -> str:
