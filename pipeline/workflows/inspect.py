@@ -4,7 +4,7 @@ import datetime
 import importlib.util
 import shlex
 import zipfile
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -15,7 +15,7 @@ from enginesmith.models import MODELS
 from enginesmith.pipeline.engines import ENGINES, check_software, describe_file, engine_class, environment, with_files
 from enginesmith.pipeline.engines.compatibility import Check, check
 from enginesmith.pipeline.engines.stack import find_broken, find_stack
-from enginesmith.pipeline.errors import MissingCapability, UsageError, install_command
+from enginesmith.pipeline.errors import InvalidGraph, MissingCapability, SignatureError, UsageError, install_command
 from enginesmith.pipeline.recipe import make
 from enginesmith.pipeline.recipe.options import ExportOptions
 from enginesmith.pipeline.store.address import default_address
@@ -28,6 +28,8 @@ from enginesmith.pipeline.tensors import Signature
 from enginesmith.pipeline.units import format_bytes
 
 if TYPE_CHECKING:
+    import onnx
+
     from enginesmith.pipeline.engines.base import Engine
     from enginesmith.pipeline.store.store import Store
 
@@ -76,16 +78,48 @@ def _onnx(file: Path) -> Facts:
     from enginesmith.pipeline.frameworks.onnx import model_file
 
     model_file.check(file)
-    signature = model_file.signature(file)
+    ends: Facts
+    try:
+        signature = model_file.signature(file)
+        ends = {side: [str(spec) for spec in getattr(signature, side)] for side in ("inputs", "outputs")}
+        precision = _precision(file, signature)
+    except SignatureError as error:  # ends that nothing can be fed to, or compared with
+        graph = model_file.read(file).graph
+        ends = {"inputs": _describe_ends(model_file.list_inputs(graph)), "outputs": _describe_ends(graph.output)}
+        precision = {"not known": f"{error.message}; optimize does not take the model as it is"}
     return {
         "kind": "ONNX model",
         **model_file.summary(file).model_dump(mode="json"),
-        "inputs": [str(spec) for spec in signature.inputs],
-        "outputs": [str(spec) for spec in signature.outputs],
+        **ends,
         "external_files": list(model_file.external_files(file)),
-        "precision": _precision(file, signature),
+        "precision": precision,
         "sparsity": _sparsity(file),
     }
+
+
+def _describe_ends(values: "Iterable[onnx.ValueInfoProto]") -> list[str]:
+    """Write inputs or outputs of any type as a file declares them: ``x:sequence(float32:N,3)``."""
+    return [f"{value.name}:{_describe_type(value.type)}" for value in values]
+
+
+def _describe_type(kind: "onnx.TypeProto") -> str:
+    """Write a type: a tensor's with its dimensions, where ? is one without a name, and … a shape that is not given."""
+    from enginesmith.pipeline.frameworks.onnx.model_file import dtype_name
+
+    name = kind.WhichOneof("value")
+    if name is None:
+        return "a value without a type"
+    word, inner = str(name).removesuffix("_type"), getattr(kind, name)
+    if word in ("tensor", "sparse_tensor"):
+        sizes = (dim.dim_value if dim.HasField("dim_value") else dim.dim_param or "?" for dim in inner.shape.dim)
+        shape = ",".join(map(str, sizes)) if inner.HasField("shape") else "…"
+        text = f"{dtype_name(inner.elem_type)}:{shape}"
+        return text if word == "tensor" else f"sparse({text})"
+    if word in ("sequence", "optional"):
+        return f"{word}({_describe_type(inner.elem_type)})"
+    if word == "map":
+        return f"map({dtype_name(inner.key_type)}, {_describe_type(inner.value_type)})"
+    return word
 
 
 def _sparsity(file: Path) -> Facts:
@@ -93,7 +127,10 @@ def _sparsity(file: Path) -> Facts:
     from enginesmith.pipeline.frameworks.onnx import model_file
     from enginesmith.pipeline.passes.sparsify import check, sparsify
 
-    weights = check.sparse_weights(file)
+    try:
+        weights = check.sparse_weights(file)
+    except InvalidGraph as error:
+        return {"not known": error.message}
     elements = sum(weight.elements for weight in weights)
     zeros = sum(weight.zeros for weight in weights)
     return {

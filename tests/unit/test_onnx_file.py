@@ -14,8 +14,11 @@ from onnx import TensorProto, helper, numpy_helper
 from enginesmith.pipeline.errors import InvalidGraph, SignatureError
 from enginesmith.pipeline.frameworks.onnx import model_file, shapes
 from enginesmith.pipeline.frameworks.samples import batch_symbol, fixed_batch
+from enginesmith.pipeline.frameworks.source import resolve
 from enginesmith.pipeline.passes.quantize import quantizers
+from enginesmith.pipeline.tasks.load import LoadOnnx
 from enginesmith.pipeline.tensors import Array
+from enginesmith.pipeline.workflows.inspect import inspect
 
 NEWEST = onnx.defs.onnx_opset_version()
 Edit = Callable[[onnx.ModelProto], Any]
@@ -276,7 +279,7 @@ def test_what_cannot_be_fed_is_refused(tmp_path: Path, kind: onnx.TypeProto, mes
     [
         helper.make_tensor_type_proto(TensorProto.STRING, [1]),
         helper.make_sequence_type_proto(
-            helper.make_map_type_proto(TensorProto.INT64, helper.make_tensor_type_proto(TensorProto.FLOAT, []))
+            helper.make_map_type_proto(TensorProto.INT64, helper.make_tensor_type_proto(TensorProto.FLOAT, None))
         ),
     ],
 )
@@ -437,3 +440,32 @@ def test_an_output_may_be_longer_than_an_input_by_a_number(tmp_path: Path) -> No
     dims: list[list[Any]] = [["batch", 1], ["batch", "past.len + 1"], CACHE[2]]
     signature = model_file.signature(saved(tmp_path, cached(dims, ["batch", "past.len+1"])))
     assert (signature.outputs[0].shape, signature.batched) == (("batch", "past_len+1"), True)
+
+
+ODD_ENDS = """<ir_version: 8, opset_import: ["" : 17]>
+g (string[N] names, float[N,4] x, float[2,?] z) => (seq(float[N,1]) parts, string[N] upper, float y) <int64 one = {1}> {
+    parts = SplitToSequence <axis = 1> (x, one)
+    upper = StringNormalizer <case_change_action = "UPPER"> (names)
+    y = ReduceSum <keepdims = 0> (z)
+}"""
+
+
+def test_inspect_shows_inputs_and_outputs_that_optimize_does_not_take(tmp_path: Path) -> None:
+    model, path = onnx.parser.parse_model(ODD_ENDS), tmp_path / "net.onnx"
+    table = helper.make_map_type_proto(TensorProto.INT64, helper.make_tensor_type_proto(TensorProto.FLOAT, None))
+    scores = helper.make_value_info("scores", helper.make_sequence_type_proto(table))
+    zipped = helper.make_node("ZipMap", ["x"], ["scores"], domain="ai.onnx.ml", classlabels_int64s=[0])
+    model.graph.node.append(zipped)
+    model.graph.output.append(scores)
+    model.opset_import.add(domain="ai.onnx.ml", version=1)
+    onnx.save(model, path)
+    shown = inspect(path)
+    assert shown["inputs"] == ["names:string:N", "x:float32:N,4", "z:float32:2,?"]
+    odd = ["parts:sequence(float32:N,1)", "upper:string:N", "y:float32:", "scores:sequence(map(int64, float32:…))"]
+    assert shown["outputs"] == odd
+    assert shown["operators"].keys() == {"SplitToSequence", "StringNormalizer", "ReduceSum", "ZipMap"}
+    reason = "the input 'names' has the dtype string; optimize does not take the model as it is"
+    assert shown["precision"] == {"not known": reason}
+    assert "cannot be taken apart: Map types are not supported" in shown["sparsity"]["not known"]
+    with pytest.raises(SignatureError, match="the input 'names' has the dtype string"):
+        LoadOnnx(source=resolve(str(path))).run({}, tmp_path, lambda _: None)

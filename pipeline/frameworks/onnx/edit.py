@@ -25,12 +25,15 @@ def load(path: Path) -> "ir.Model":
     """Return the graph with its external weights mapped, not read.
 
     Raises:
-        InvalidGraph: the file does not hold what its header says.
+        InvalidGraph: the file does not hold what its header says, or has values of types that onnx-ir lacks, as maps.
     """
     try:
         model = ir.from_proto(model_file.read(path))
-    except (ValueError, TypeError, KeyError) as error:
-        raise InvalidGraph(f"{path} cannot be taken apart: {error}", "hold it against onnx.checker") from error
+    except (ValueError, TypeError, KeyError, ir.serde.SerdeError) as error:
+        cause: BaseException = error
+        while cause.__cause__ is not None:  # onnx-ir writes whole parts of the graph into each error on its way
+            cause = cause.__cause__
+        raise InvalidGraph(f"{path} cannot be taken apart: {cause}", "hold it against onnx.checker") from error
     ir.external_data.set_base_dir(model.graph, path.parent)
     return model
 

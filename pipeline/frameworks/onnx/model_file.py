@@ -203,8 +203,7 @@ def signature(path: Path) -> Signature:
     """
     model = read(path)
     graph = model.graph
-    weights = {tensor.name for tensor in graph.initializer} | {t.values.name for t in graph.sparse_initializer}
-    inputs = [value for value in graph.input if value.name not in weights]
+    inputs = list_inputs(graph)
     shapes = [dims for value in inputs if (dims := value.type.tensor_type.shape.dim)]
     named = any(dim.dim_param == BATCH for dims in shapes for dim in dims)
     words = {} if named or any(not is_unnamed(dims[0]) for dims in shapes) else {"": BATCH}
@@ -219,6 +218,12 @@ def signature(path: Path) -> Signature:
     )
     symbol = batch_symbol(declared)
     return declared.model_copy(update={"batched": symbol is None or _may_follow(model, declared, symbol)})
+
+
+def list_inputs(graph: "onnx.GraphProto") -> "list[onnx.ValueInfoProto]":
+    """List the inputs of a graph that are no weights: old files declare these as inputs, too."""
+    weights = {tensor.name for tensor in graph.initializer} | {t.values.name for t in graph.sparse_initializer}
+    return [value for value in graph.input if value.name not in weights]
 
 
 def _name_sums(spec: TensorSpec, prefix: str, words: Collection[int | str], names: dict[str, str]) -> TensorSpec:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from enginesmith.pipeline.frameworks.onnx import model_file
 from enginesmith.pipeline.measure.prosecution.finding import Finding
 from enginesmith.pipeline.measure.prosecution.issue import write_issue
 from enginesmith.pipeline.tensors import Feeds
@@ -41,11 +42,10 @@ class Evidence:
         if self.model is None or not self.script:
             return ""
         graph = self.model.graph
-        weights = {tensor.name for tensor in graph.initializer}
         texts = {
             "# ENGINE": textwrap.indent(self.script.strip(), "    ").strip(),
             "TOLERANCE": f"{self.tolerance:g}",
-            "INPUT_NAMES": repr([value.name for value in graph.input if value.name not in weights]),
+            "INPUT_NAMES": repr([value.name for value in model_file.list_inputs(graph)]),
             "OUTPUT_NAMES": repr([value.name for value in graph.output]),
             "IT_FAILS": "it does not answer" if self.found is None else "this script cannot run the model",
             "FAILURE_CODE": "1" if self.found is None else "2",
