@@ -269,7 +269,7 @@ def rewrite(model: "ir.Model") -> int:
     given = [value if value.producer() is None else None for value in model.graph.outputs]
     require_exact_constants()
     edit.flatten(model)
-    common.ShapeInferencePass(strict_mode=False)(model)
+    edit.infer_shapes(model)
     left = edit.node_count(model)
     for _ in range(_ROUNDS):  # each of these opens ways for the others, until nothing disappears any more
         optimizer.fold_constants(model, input_size_limit=_SMALL, output_size_limit=_NO_LIMIT, should_fold=_should_fold)

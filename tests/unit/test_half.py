@@ -535,3 +535,27 @@ def test_regions_of_interest_stay_exact(tmp_path: Path) -> None:
     low, path = hold(tmp_path, parsed(text, **constants), {"x": weights(1, 1, 4, 4)})
     assert low.nodes == ("a", "y")
     assert (types(path)["roi"], types(path)["scales"]) == (FLOAT, FLOAT)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        """(float[N,6] x) => (float[N,3] y) {
+            s = SplitToSequence<axis=1>(x, two)
+            a = SequenceAt(s, one)
+            y = MatMul(a, w)
+        }""",
+        """(float[N,2] x) => (float[N,3] y) {
+            o = Optional(x)
+            a = OptionalGetElement(o)
+            y = MatMul(a, w)
+        }""",
+    ],
+)
+def test_sequences_and_optional_values_stay_what_they_are(tmp_path: Path, text: str) -> None:
+    """The types of these are not in the file."""
+    model = parsed(text, 18, two=np.array(2), one=np.array(1), w=weights(2, 3))
+    width = int(model.graph.inputs[0].shape[1])  # type: ignore[index]
+    low, _ = hold(tmp_path, model, {"x": weights(4, width)})
+    assert low.nodes == ("y",)
+    assert set(low.kept.values()) == {"works on sequences"}

@@ -84,6 +84,38 @@ def flatten(model: "ir.Model") -> None:
     ir.passes.Sequential(common.InlinePass(), common.RemoveInitializersFromInputsPass())(model)
 
 
+def infer_shapes(model: "ir.Model", *, strict: bool = False) -> None:
+    """Infer types and shapes of all values, in place; nothing changes where onnx finds a contradiction.
+
+    ``strict`` takes for one what else leaves a single value unknown.
+    """
+    from onnx_ir.passes import common
+
+    if any("Sequence" in node.op_type or node.op_type.startswith("Optional") for node in model.graph.all_nodes()):
+        _infer_containers(model)
+    common.ShapeInferencePass(strict_mode=strict)(model)
+
+
+def _infer_containers(model: "ir.Model") -> None:
+    """Infer the types of values that are sequences or may be absent.
+
+    The library's pass takes a sequence of tensors for a tensor, unless its type is known (onnx_ir 1.1).
+    """
+    import onnx.shape_inference
+    from onnx_ir.passes.common import _c_api_utils
+
+    try:
+        inferred = ir.from_proto(_c_api_utils.call_onnx_api(onnx.shape_inference.infer_shapes, model))
+    except onnx.shape_inference.InferenceError:
+        return
+    for graph, known in zip(model.graphs(), inferred.graphs(), strict=True):
+        values = ir.convenience.create_value_mapping(known)
+        for name, value in ir.convenience.create_value_mapping(graph).items():
+            kind = values[name].type if name in values else None
+            if kind is not None and not isinstance(kind, ir.TensorType):
+                value.type = kind
+
+
 def lift_constants(model: "ir.Model") -> None:
     """Make initializers of what Constant nodes give."""
     from onnx_ir.passes import common

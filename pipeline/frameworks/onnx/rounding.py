@@ -47,9 +47,7 @@ def change_results(path: Path) -> bytes:
     model = edit.load(path)
     if model.opset_imports.get("", 0) < _LEAST_OPSET:
         raise InvalidGraph(f"{path.name} is of an opset before {_LEAST_OPSET}", "convert it to a later one")
-    from onnx_ir.passes import common
-
-    common.ShapeInferencePass()(model)
+    edit.infer_shapes(model, strict=True)
     builder = _Builder(model.graph)
     for node in list(model.graph):
         computed = any(value is not None and not _is_constant(value) for value in node.inputs)

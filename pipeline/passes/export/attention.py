@@ -57,7 +57,7 @@ def decompose_attention(model: "ir.Model") -> int:
     nodes = list(_list_attention_nodes(model))
     if not nodes:
         return 0
-    common.ShapeInferencePass(strict_mode=False)(model)
+    edit.infer_shapes(model)
     writer = _TextbookWriter()
     written = [writer.write_out(node) for node in nodes]
     if not all(written):

@@ -439,7 +439,7 @@ def _trace(loaded: "LoadedModel", out: Path, opset: int, progress: Progress) -> 
         _check_trace(path, loaded)
         model = edit.load(path)
         ir.external_data.load_to_model(model)
-    common.ShapeInferencePass(strict_mode=False)(model)  # the trace has no types
+    edit.infer_shapes(model)  # the trace has no types
     convert_opset(model, opset)
     return model, []
 

@@ -111,7 +111,7 @@ def _prepare(model: "ir.Model") -> None:
     common.NameFixPass()(model)
     if any(value.type is None for node in model.graph.all_nodes() for value in node.outputs):
         declared = [(value.name, value.shape) for value in model.graph.outputs]
-        common.ShapeInferencePass(strict_mode=False)(model)
+        edit.infer_shapes(model)
         for value, (name, shape) in zip(model.graph.outputs, declared, strict=True):
             value.name, value.shape = name, shape
 

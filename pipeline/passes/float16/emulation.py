@@ -13,7 +13,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from enginesmith.pipeline.frameworks.onnx import ir
-from enginesmith.pipeline.frameworks.onnx.edit import Names
+from enginesmith.pipeline.frameworks.onnx.edit import Names, infer_shapes
 from enginesmith.pipeline.passes.float16.convert import hand_over, new_node
 from enginesmith.pipeline.passes.float16.rules import has_body
 
@@ -38,7 +38,7 @@ def emulate(model: "ir.Model") -> bool:
         common.InlinePass()(model)
     everything = list(ir.traversal.RecursiveGraphIterator(model.graph))
     if any(value.type is None for node in everything for value in node.outputs):
-        common.ShapeInferencePass(strict_mode=False)(model)
+        infer_shapes(model)
     bodies = [(body, list(body)) for body in model.graphs()]
     rewriter = _Rewriter(model.graph, {node for node in everything if _is_wide(node)})
     for body, nodes in bodies:

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from enginesmith.pipeline.errors import ModelError
-from enginesmith.pipeline.frameworks.onnx import evaluator, ir, model_file
+from enginesmith.pipeline.frameworks.onnx import edit, evaluator, ir, model_file
 from enginesmith.pipeline.passes.quantize.layers import CONVOLUTIONS, PRODUCTS, SAME_NUMBERS
 from enginesmith.pipeline.passes.rescale.labels import find_axis, label
 from enginesmith.pipeline.passes.rescale.products import find
@@ -127,11 +127,9 @@ class CalibrationPoints:
 
 def find_calibration_points(model: "ir.Model") -> CalibrationPoints:
     """Return the values of a graph that calibration looks at; types that it does not say are inferred, in place."""
-    from onnx_ir.passes import common
-
     graph = model.graph
     if any(value.type is None for node in graph for value in node.outputs):
-        common.ShapeInferencePass()(model)
+        edit.infer_shapes(model, strict=True)
     inputs = [value for value in graph.inputs if value.name not in graph.initializers]
     computed = (value for node in graph for value in node.outputs)
     floats = {value.name: value for value in (*inputs, *computed) if value.name and _may_be_float(value)}
