@@ -33,7 +33,7 @@ from enginesmith.pipeline.engines.onnxruntime.engine import OnnxRuntime
 from enginesmith.pipeline.engines.tensorrt.engine import TensorRTRTX
 from enginesmith.pipeline.errors import EnginesmithError
 from enginesmith.pipeline.frameworks.fidelity import Thresholds
-from enginesmith.pipeline.frameworks.onnx import edit, evaluator, model_file
+from enginesmith.pipeline.frameworks.onnx import edit, evaluator, model_file, validation
 from enginesmith.pipeline.frameworks.samples import find_spans
 from enginesmith.pipeline.measure.prosecution.judging import make_judge, measure_sensitivity
 from enginesmith.pipeline.passes.base import Pass
@@ -233,7 +233,7 @@ def prepare(seed: int, folder: Path) -> Subject:
     model = random_graphs.make_graph(seed)
     path = folder / "given.onnx"
     onnx.save(model, path)
-    model_file.check(path)
+    validation.check(path)
     artifact = describe(path)
     answer = Answerer(path)
     batches = BATCHES if artifact.signature is not None and artifact.signature.symbols else (1,)

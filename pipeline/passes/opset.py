@@ -46,7 +46,7 @@ def convert_opset(model: "ir.Model", opset: int) -> bool:
     given = model.opset_imports.get("", 0)
     if given >= opset:
         return True
-    edit.flatten(model)
+    edit.fix_weights(model)
     try:
         version_converter.convert_version(model, target_version=opset, fallback=True)
     except (ValueError, RuntimeError):

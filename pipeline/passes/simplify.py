@@ -15,7 +15,7 @@ import numpy as np
 
 from enginesmith.pipeline.artifact import Artifact, Effect
 from enginesmith.pipeline.errors import EnginesmithError, ModelError
-from enginesmith.pipeline.frameworks.onnx import edit, ir, model_file
+from enginesmith.pipeline.frameworks.onnx import edit, ir, model_file, validation
 from enginesmith.pipeline.frameworks.onnx.evaluator import compare_graphs
 from enginesmith.pipeline.passes.base import Pass, PrecisionRequest, Progress, Records, Stage
 from enginesmith.pipeline.passes.export.attention import absorb_heads
@@ -55,7 +55,6 @@ def simplify_file(path: Path, out: Path, external_data_bytes: int, progress: Pro
         try:
             progress("rewriting the graph")
             model = edit.load(path)
-            edit.flatten(model)  # a function's nodes count where it is called, as they do afterwards
             given = edit.node_count(model)
             pooled = rewrite(model)
             left = edit.node_count(model)
@@ -67,7 +66,7 @@ def simplify_file(path: Path, out: Path, external_data_bytes: int, progress: Pro
             edit.save(model, Path(scratch), external_data_bytes)
             progress("checking the result")
             simplified = Path(scratch, edit.FILE)
-            model_file.check(simplified)
+            validation.check(simplified, "the simplified graph")
             if model_file.signature(path) != model_file.signature(simplified):
                 raise ModelError("the signature changed")
             compare_graphs(path, simplified)
@@ -268,7 +267,7 @@ def rewrite(model: "ir.Model") -> int:
     declared = [(value.name, value.shape) for value in model.graph.outputs]
     given = [value if value.producer() is None else None for value in model.graph.outputs]
     require_exact_constants()
-    edit.flatten(model)
+    edit.fix_weights(model)
     edit.infer_shapes(model)
     left = edit.node_count(model)
     for _ in range(_ROUNDS):  # each of these opens ways for the others, until nothing disappears any more

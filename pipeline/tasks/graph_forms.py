@@ -225,7 +225,7 @@ def measure_impacts(
             out = Path(folder)
             effect = run_pass(alone, model, out, progress, {**its_ranges, **records})
             floating, quantized = edit.load(model.path), edit.load(out / effect.file)
-            edit.flatten(floating)
+            edit.fix_weights(floating)
             layers.find_groups(floating)  # which names the nodes
             switched = layerwise_error.add_switches(floating, quantized, alone.find_writers(quantized))
             groups = [name for name in names if name in switched]

@@ -2,6 +2,7 @@
 
 import json
 import shutil
+import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, ClassVar
@@ -11,9 +12,10 @@ from pydantic import Field, SerializeAsAny
 from enginesmith.calibration.options import AS_FOUND, DataOptions
 from enginesmith.pipeline.artifact import Effect, Kind
 from enginesmith.pipeline.engines import read_file
-from enginesmith.pipeline.errors import UsageError
+from enginesmith.pipeline.errors import MissingCapability, ModelError, UsageError
 from enginesmith.pipeline.frameworks import processing, samples
-from enginesmith.pipeline.frameworks.onnx import dimensions, edit, model_file
+from enginesmith.pipeline.frameworks.onnx import dimensions, edit, evaluator, model_file, validation
+from enginesmith.pipeline.frameworks.onnx.flatten import flatten
 from enginesmith.pipeline.frameworks.onnx.processing import extend
 from enginesmith.pipeline.frameworks.onnx.randomness import check_steady
 from enginesmith.pipeline.frameworks.processing import ProcessingRequest
@@ -125,32 +127,40 @@ class LoadEngine(_FromSource):
 
 
 class LoadOnnx(_FromSource):
-    """Take over an ONNX file, checked, with its external data and the dimensions that ``inputs`` name or fix."""
+    """Take over an ONNX file, checked, with its external data and the dimensions that ``inputs`` name or fix.
+
+    Its functions are inlined and its sparse weights are made dense, for all that reads it from here on.
+    """
 
     produces: ClassVar[Kind] = "onnx"
+    other_tools: ClassVar[tuple[str, ...]] = ("onnx", "onnx-ir")
 
     sizes: dict[str, int] = Field({})
     """Usual sizes of the dynamic dimensions that ``inputs`` leave open: with these, outputs that follow are found."""
 
     def run(self, inputs: Inputs, out: Path, progress: Progress) -> Effect:
-        path = Path(self.source.target)
+        path, file = Path(self.source.target), out / edit.FILE
         progress(f"checking {path.name}")
-        model_file.check(path)
-        file, notes = out / edit.FILE, tuple[str, ...]()
-        if self.processing:
-            check_steady(path, self.source.text, {})
-            progress("adding what is computed before and after the model")
-            self._extend(path, out)
-        elif self.inputs:
-            progress("writing the dimensions of --input")
-            dimensions.write_inputs(path, self.inputs, file)
-            named = model_file.signature(file)
-            usual = {**choose_sizes(named), **self.sizes}
-            notes = dimensions.name_outputs(file, usual, lambda sizes: draw_feeds(named, sizes))
-        else:
-            model_file.copy(path, file)
-        if not self.processing:
-            check_steady(file, self.source.text, self.sizes)
+        validation.check(path)
+        with tempfile.TemporaryDirectory(dir=out) as scratch:
+            graph, notes = flatten(path, Path(scratch))
+            if self.processing:
+                check_steady(graph, self.source.text, {})
+                progress("adding what is computed before and after the model")
+                self._extend(graph, out)
+            elif self.inputs:
+                progress("writing the dimensions of --input")
+                dimensions.write_inputs(graph, self.inputs, file)
+                named = model_file.signature(file)
+                usual = {**choose_sizes(named), **self.sizes}
+                notes += dimensions.name_outputs(file, usual, lambda sizes: draw_feeds(named, sizes))
+            else:
+                model_file.copy(graph, file)
+            if not self.processing:
+                check_steady(file, self.source.text, self.sizes)
+            if graph != path:
+                progress("comparing the graph with the file")
+                notes += self._compare(path, graph if self.processing else file)
         facts = model_file.summary(file)
         return Effect(
             file=edit.FILE,
@@ -159,6 +169,27 @@ class LoadOnnx(_FromSource):
             signature=model_file.signature(file),
             reads=(path, *(path.parent / name for name in model_file.external_files(path))),
         )
+
+    def _compare(self, path: Path, graph: Path) -> tuple[str, ...]:
+        """Run a file, and the graph that was made of it, on drawn feeds; return a note where that is not possible.
+
+        Raises:
+            ModelError: the graph answers something else.
+        """
+        signature = model_file.signature(graph)
+        feeds = draw_feeds(signature, {**choose_sizes(signature), **self.sizes})
+        try:
+            expected = evaluator.run_graph(path, feeds)
+        except (ModelError, MissingCapability) as error:
+            return (f"the graph was not compared with the file, which could not be run: {error.message}",)
+        distance = evaluator.largest_difference(expected, evaluator.run_graph(graph, feeds))
+        if distance > evaluator.TOLERANCE:
+            raise ModelError(
+                f"{path} answers something else once its functions are inlined and its sparse weights dense: the "
+                f"outputs differ by {distance:.1e} of their range",
+                "give a file without functions and sparse weights; if the model draws random numbers, with a seed",
+            )
+        return ()
 
     def _extend(self, path: Path, out: Path) -> None:
         """Write the graph with the computation around it, and compare it with PyTorch's on drawn feeds.

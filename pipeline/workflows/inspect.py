@@ -3,6 +3,7 @@
 import datetime
 import importlib.util
 import shlex
+import tempfile
 import zipfile
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -75,26 +76,30 @@ def inspect(file: Path) -> Facts:
 
 
 def _onnx(file: Path) -> Facts:
-    from enginesmith.pipeline.frameworks.onnx import model_file
+    from enginesmith.pipeline.frameworks.onnx import model_file, validation
+    from enginesmith.pipeline.frameworks.onnx.flatten import flatten
 
-    model_file.check(file)
-    ends: Facts
-    try:
-        signature = model_file.signature(file)
-        ends = {side: [str(spec) for spec in getattr(signature, side)] for side in ("inputs", "outputs")}
-        precision = _precision(file, signature)
-    except SignatureError as error:  # ends that nothing can be fed to, or compared with
-        graph = model_file.read(file).graph
-        ends = {"inputs": _describe_ends(model_file.list_inputs(graph)), "outputs": _describe_ends(graph.output)}
-        precision = {"not known": f"{error.message}; optimize does not take the model as it is"}
-    return {
-        "kind": "ONNX model",
-        **model_file.summary(file).model_dump(mode="json"),
-        **ends,
-        "external_files": list(model_file.external_files(file)),
-        "precision": precision,
-        "sparsity": _sparsity(file),
-    }
+    validation.check(file)
+    with tempfile.TemporaryDirectory() as scratch:
+        graph, _ = flatten(file, Path(scratch))
+        ends: Facts
+        try:
+            signature = model_file.signature(graph)
+            ends = {side: [str(spec) for spec in getattr(signature, side)] for side in ("inputs", "outputs")}
+            precision = _precision(graph, signature)
+        except SignatureError as error:  # ends that nothing can be fed to, or compared with
+            declared = model_file.read(graph).graph
+            given = {"inputs": model_file.list_inputs(declared), "outputs": declared.output}
+            ends = {side: _describe_ends(values) for side, values in given.items()}
+            precision = {"not known": f"{error.message}; optimize does not take the model as it is"}
+        return {
+            "kind": "ONNX model",
+            **model_file.summary(file).model_dump(mode="json"),
+            **ends,
+            "external_files": list(model_file.external_files(file)),
+            "precision": precision,
+            "sparsity": _sparsity(graph),
+        }
 
 
 def _describe_ends(values: "Iterable[onnx.ValueInfoProto]") -> list[str]:

@@ -14,7 +14,7 @@ import pytest
 from enginesmith.pipeline.artifact import Artifact
 from enginesmith.pipeline.engines.onnxruntime.engine import OnnxRuntime
 from enginesmith.pipeline.errors import InvalidGraph
-from enginesmith.pipeline.frameworks.onnx import edit, model_file
+from enginesmith.pipeline.frameworks.onnx import edit, model_file, validation
 from enginesmith.pipeline.passes.float16 import emulation
 from enginesmith.pipeline.system.device import Device
 from graphs import parse_graph
@@ -31,7 +31,7 @@ def parsed(text: str, **constants: Any) -> ir.Model:
 def saved(model: ir.Model, folder: Path, **options: Any) -> Artifact:
     folder.mkdir(exist_ok=True)
     edit.save(model, folder, **options)
-    model_file.check(folder / edit.FILE)
+    validation.check(folder / edit.FILE)
     return Artifact(kind="onnx", path=folder / edit.FILE, sha256="", bytes=0)
 
 

@@ -12,7 +12,7 @@ from onnx import numpy_helper
 from enginesmith.calibration.ranges import Ranges
 from enginesmith.pipeline.artifact import Artifact, Effect
 from enginesmith.pipeline.errors import DataError
-from enginesmith.pipeline.frameworks.onnx import edit, evaluator, model_file
+from enginesmith.pipeline.frameworks.onnx import edit, evaluator, validation
 from enginesmith.pipeline.passes.rescale import products
 from enginesmith.pipeline.passes.rescale.equalize import (
     CrossLayerEqualization,
@@ -62,7 +62,7 @@ def written(path: Path, ranges: Ranges | None = None) -> tuple[Path, Equalizatio
     out = path.parent / "out"
     out.mkdir(exist_ok=True)
     edit.save(model, out)
-    model_file.check(out / edit.FILE)
+    validation.check(out / edit.FILE)
     return out / edit.FILE, done
 
 

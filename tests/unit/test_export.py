@@ -14,7 +14,7 @@ from torch.onnx._internal.exporter import _registration
 from enginesmith.pipeline.artifact import Artifact
 from enginesmith.pipeline.engines import simulation
 from enginesmith.pipeline.errors import ExportError
-from enginesmith.pipeline.frameworks.onnx import edit, evaluator, model_file
+from enginesmith.pipeline.frameworks.onnx import edit, evaluator, model_file, validation
 from enginesmith.pipeline.passes.export import agreement, export
 from enginesmith.pipeline.passes.export.registry import keep_registry
 from enginesmith.pipeline.system.device import Device
@@ -31,7 +31,7 @@ def affine() -> Any:
 def test_export_keeps_names_dimensions_and_module_paths(tmp_path: Path, exporter: str) -> None:
     model = affine()
     effect = exported(tmp_path, model, exporter=exporter)
-    model_file.check(tmp_path / effect.file)
+    validation.check(tmp_path / effect.file)
     assert effect.signature == model.signature
     data = (tmp_path / effect.file).read_bytes()
     assert str(Path(torch.__file__).parent).encode() not in data
@@ -75,7 +75,7 @@ def test_int32_indices_of_an_export_become_int64(tmp_path: Path) -> None:
     feeds = {"x": torch.randn(3, 3), "rows": torch.tensor([2, 1, 0], dtype=torch.int32)}
     model = loaded(Indexed(), feeds, {"x": (3, 3), "rows": (3,)}, ["y:float32:3,3"])
     exported(tmp_path, model, exporter="dynamo")
-    model_file.check(tmp_path / edit.FILE)
+    validation.check(tmp_path / edit.FILE)
     assert {"GatherND", "ScatterND"} <= set(model_file.summary(tmp_path / edit.FILE).operators)
     found = evaluator.run_graph(tmp_path / edit.FILE, {name: value.numpy() for name, value in feeds.items()})
     assert evaluator.largest_difference([model.module(*feeds.values())[0].numpy()], found) < 1e-6
@@ -136,7 +136,7 @@ def test_a_normalization_in_bf16_is_folded_into_weights_in_bf16(tmp_path: Path, 
     feeds = {"x": torch.randn(2, 2, 5)}
     model = loaded(Normalized().eval(), feeds, {"x": ("batch", 2, 5)}, ["y:float32:batch,3,5"])
     exported(tmp_path, model, exporter="dynamo")
-    model_file.check(tmp_path / edit.FILE)
+    validation.check(tmp_path / edit.FILE)
     assert "BatchNormalization" not in model_file.summary(tmp_path / edit.FILE).operators
     artifact = Artifact(kind="onnx", path=tmp_path / edit.FILE, sha256="", bytes=0)
     with simulation().load(artifact, Device()) as session:
@@ -241,7 +241,7 @@ def test_unused_inputs_and_repeated_outputs(tmp_path: Path, exporter: str) -> No
     shapes = {"x": ("batch", 4), "unused": ("batch", 1), "flag": ("batch", 4)}
     outputs = ["a:float32:batch,4", "b:float32:batch,4", "c:float32:"]
     effect = exported(tmp_path, model := loaded(Odd(), example, shapes, outputs), exporter=exporter)
-    model_file.check(tmp_path / effect.file)
+    validation.check(tmp_path / effect.file)
     assert effect.signature == model.signature
 
 

@@ -10,7 +10,7 @@ import pytest
 from onnx import TensorProto, helper, numpy_helper
 
 from enginesmith.pipeline.errors import SignatureError
-from enginesmith.pipeline.frameworks.onnx import dimensions, model_file
+from enginesmith.pipeline.frameworks.onnx import dimensions, model_file, validation
 from enginesmith.pipeline.tasks.examples import choose_sizes
 from enginesmith.pipeline.tensors import Feeds, Signature, TensorSpec
 
@@ -46,7 +46,7 @@ def write(path: Path, *texts: str) -> Signature:
     dimensions.write_inputs(path, [TensorSpec.parse(text) for text in texts], target)
     sizes = choose_sizes(model_file.signature(target))
     assert dimensions.name_outputs(target, sizes, draw(target)) == ()
-    model_file.check(target)
+    validation.check(target)
     return model_file.signature(target)
 
 

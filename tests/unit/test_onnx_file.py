@@ -12,7 +12,7 @@ import pytest
 from onnx import TensorProto, helper, numpy_helper
 
 from enginesmith.pipeline.errors import InvalidGraph, SignatureError
-from enginesmith.pipeline.frameworks.onnx import model_file, shapes
+from enginesmith.pipeline.frameworks.onnx import model_file, shapes, validation
 from enginesmith.pipeline.frameworks.samples import batch_symbol, fixed_batch
 from enginesmith.pipeline.frameworks.source import resolve
 from enginesmith.pipeline.passes.quantize import quantizers
@@ -41,9 +41,9 @@ def saved(folder: Path, model: onnx.ModelProto, external: bool = False) -> Path:
 
 
 def test_a_sound_file_passes_with_external_data_too(tmp_path: Path) -> None:
-    model_file.check(saved(tmp_path, linear()))
+    validation.check(saved(tmp_path, linear()))
     path = saved(tmp_path, linear(), external=True)
-    model_file.check(path)
+    validation.check(path)
     assert model_file.external_files(path) == ["model.onnx.data"]
 
 
@@ -60,7 +60,7 @@ def test_other_files_are_refused(tmp_path: Path, content: bytes, message: str) -
     path = tmp_path / "model.onnx"
     path.write_bytes(content)
     with pytest.raises(InvalidGraph, match=message):
-        model_file.check(path)
+        validation.check(path)
 
 
 @pytest.mark.parametrize(
@@ -77,7 +77,7 @@ def test_broken_graphs_are_refused(tmp_path: Path, edit: Edit, message: str) -> 
     model = linear()
     edit(model)
     with pytest.raises(InvalidGraph, match=message):
-        model_file.check(saved(tmp_path, model))
+        validation.check(saved(tmp_path, model))
 
 
 @pytest.mark.parametrize("dtype", [np.float32, np.float64, np.float16])
@@ -88,12 +88,12 @@ def test_nan_is_refused_and_infinity_is_not(tmp_path: Path, dtype: Any, external
     model = linear(weight)
     for value in (*model.graph.input, *model.graph.output):
         value.type.tensor_type.elem_type = helper.np_dtype_to_tensor_dtype(np.dtype(dtype))
-    model_file.check(saved(tmp_path, model, external))
+    validation.check(saved(tmp_path, model, external))
     weight[3, 1] = np.nan
     model.graph.initializer[0].CopyFrom(numpy_helper.from_array(weight, "w"))
     (tmp_path / "model.onnx.data").unlink(missing_ok=True)
     with pytest.raises(InvalidGraph, match=r"weight 'w' .* NaN"):
-        model_file.check(saved(tmp_path, model, external))
+        validation.check(saved(tmp_path, model, external))
 
 
 def test_one_nan_is_a_fill_and_no_weight(tmp_path: Path) -> None:
@@ -102,14 +102,14 @@ def test_one_nan_is_a_fill_and_no_weight(tmp_path: Path) -> None:
     one, many = (numpy_helper.from_array(np.full(size, np.nan, np.float32)) for size in (1, (4, 2)))
     model.graph.initializer[0].CopyFrom(shape)
     model.graph.node.insert(0, helper.make_node("ConstantOfShape", ["n"], ["w"], value=one))
-    model_file.check(saved(tmp_path, model))
+    validation.check(saved(tmp_path, model))
     model.graph.node[0].CopyFrom(helper.make_node("Constant", [], ["w"], value=many))
     with pytest.raises(InvalidGraph, match=r"weight 'w' .* NaN"):
-        model_file.check(saved(tmp_path, model))
+        validation.check(saved(tmp_path, model))
     model.graph.node[0].CopyFrom(helper.make_node("Expand", ["fill", "n"], ["w"]))
     model.graph.initializer.append(one)
     model.graph.initializer[-1].name = "fill"
-    model_file.check(saved(tmp_path, model))
+    validation.check(saved(tmp_path, model))
 
 
 @pytest.mark.parametrize(
@@ -124,7 +124,7 @@ def test_harmed_external_data_is_refused(tmp_path: Path, harm: Callable[[Path], 
     path = saved(tmp_path, linear(), external=True)
     harm(tmp_path / "model.onnx.data")
     with pytest.raises(InvalidGraph, match=message):
-        model_file.check(path)
+        validation.check(path)
 
 
 @pytest.mark.parametrize("location", ["../secret", "/etc/passwd", "a/../../secret"])
@@ -137,14 +137,14 @@ def test_external_data_outside_of_the_folder_is_refused(tmp_path: Path, location
     model.graph.initializer[0].external_data[0].value = location
     path.write_bytes(model.SerializeToString())
     with pytest.raises(InvalidGraph, match="outside of the model's folder"):
-        model_file.check(path)
+        validation.check(path)
 
 
 def test_the_long_name_of_the_standard_domain_is_read_as_the_empty_one(tmp_path: Path) -> None:
     model = linear()
     model.opset_import[0].domain = "ai.onnx"
     path = saved(tmp_path, model)
-    model_file.check(path)
+    validation.check(path)
     assert [(one.domain, one.version) for one in model_file.read(path).opset_import] == [("", 20)]
     assert model_file.summary(path).opset == 20
 

@@ -13,7 +13,7 @@ from onnx import numpy_helper
 from enginesmith.calibration.ranges import Ranges
 from enginesmith.pipeline.artifact import Artifact, Effect
 from enginesmith.pipeline.errors import DataError, UsageError
-from enginesmith.pipeline.frameworks.onnx import edit, model_file
+from enginesmith.pipeline.frameworks.onnx import edit, validation
 from enginesmith.pipeline.passes.rescale import smooth_quant
 from enginesmith.pipeline.passes.rescale.smooth_quant import Smooth, Smoothed, smooth
 from enginesmith.pipeline.passes.run import run_pass
@@ -61,7 +61,7 @@ def written(path: Path, ranges: Ranges, **settings: Any) -> tuple[Path, Smoothed
     out = path.parent / "out"
     out.mkdir(exist_ok=True)
     edit.save(model, out)
-    model_file.check(out / edit.FILE)
+    validation.check(out / edit.FILE)
     return out / edit.FILE, done
 
 

@@ -4,6 +4,7 @@ import ast
 import hashlib
 from collections.abc import Iterable, Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -11,6 +12,9 @@ from enginesmith.pipeline.artifact import Effect
 from enginesmith.pipeline.errors import InvalidGraph
 from enginesmith.pipeline.frameworks.onnx import ir, model_file
 from enginesmith.pipeline.tensors import Array
+
+if TYPE_CHECKING:
+    import onnx
 
 FILE = "model.onnx"
 EXTERNAL_DATA_BYTES = 128 << 20
@@ -27,8 +31,13 @@ def load(path: Path) -> "ir.Model":
     Raises:
         InvalidGraph: the file does not hold what its header says, or has values of types that onnx-ir lacks, as maps.
     """
+    return from_proto(model_file.read(path), path)
+
+
+def from_proto(proto: "onnx.ModelProto", path: Path) -> "ir.Model":
+    """Return the graph of a file that was parsed; errors as in :func:`load`."""
     try:
-        model = ir.from_proto(model_file.read(path))
+        model = ir.from_proto(proto)
     except (ValueError, TypeError, KeyError, ir.serde.SerdeError) as error:
         cause: BaseException = error
         while cause.__cause__ is not None:  # onnx-ir writes whole parts of the graph into each error on its way
@@ -76,12 +85,12 @@ def _bodies(model: "ir.Model") -> list["ir.Graph | ir.Function"]:
     return [model.graph, *model.functions.values()]
 
 
-def flatten(model: "ir.Model") -> None:
-    """Inline functions, and make weights constants that cannot be fed."""
+def fix_weights(model: "ir.Model") -> None:
+    """Make weights constants that cannot be fed."""
     from onnx_ir.passes import common
 
     model.ir_version = max(model.ir_version, 4)  # from then on weights need not be listed as inputs
-    ir.passes.Sequential(common.InlinePass(), common.RemoveInitializersFromInputsPass())(model)
+    common.RemoveInitializersFromInputsPass()(model)
 
 
 def infer_shapes(model: "ir.Model", *, strict: bool = False) -> None:

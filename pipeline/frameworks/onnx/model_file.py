@@ -1,10 +1,9 @@
-"""Read ONNX files: check them, and read their signature and contents.
+"""Read ONNX files: their signature and contents.
 
 Weights that lie beside the file are never loaded as a whole: they are streamed when their values matter, and left alone
 when they do not.
 """
 
-import os
 import re
 import shutil
 from collections import Counter
@@ -38,10 +37,8 @@ MODULE_KEY = "enginesmith.module"
 
 _SKELETON_BYTES = 1 << 10
 """Weights up to this size stay: they may be the shapes and scales that structure depends on."""
-_CHUNK_BYTES = 1 << 22
 _PROTOBUF_LIMIT_BYTES = (1 << 31) - 1
 _IR_VERSION_TAG = b"\x08"  # field 1 as a varint: what every writer puts first
-_NAN_ABOVE = {"float16": 0x7C00, "bfloat16": 0x7F80}  # greatest bit pattern, sign aside, that is not NaN
 _EXPRESSION = set("+-*/%()<>, ")
 UNNAMED = ("", "?", "None", "-1", "unk")
 """Texts that exporters write at dimensions that have no name."""
@@ -85,7 +82,7 @@ def read(path: Path) -> "onnx.ModelProto":
     try:
         model = onnx.load_model_from_string(data)
         if model.ir_version and model.HasField("graph"):
-            for entry in model.opset_import:
+            for entry in (*model.opset_import, *(each for body in model.functions for each in body.opset_import)):
                 entry.domain = "" if entry.domain == "ai.onnx" else entry.domain
             return model
     except DecodeError as error:
@@ -107,87 +104,6 @@ def _without_weights(model: "onnx.ModelProto") -> "onnx.ModelProto":
         if len(tensor.raw_data) > _SKELETON_BYTES:
             tensor.ClearField("raw_data")
     return model
-
-
-def check(path: Path) -> None:
-    """Check that a file meets the specification, and that its weights hold no NaN; a single number is a fill.
-
-    Raises:
-        InvalidGraph: says what is wrong with it.
-    """
-    import onnx
-
-    model = read(path)
-    newest, remedy = onnx.defs.onnx_opset_version(), "export with an older opset, or upgrade the onnx package"
-    if model.ir_version > onnx.IR_VERSION:
-        given, known = model.ir_version, onnx.IR_VERSION
-        raise InvalidGraph(f"{path} has IR version {given}, and the installed onnx knows up to {known}", remedy)
-    opset = max((entry.version for entry in model.opset_import if not entry.domain), default=0)
-    if opset > newest:
-        raise InvalidGraph(f"{path} needs opset {opset}, and the installed onnx knows up to {newest}", remedy)
-    if not model.graph.output:
-        raise InvalidGraph(f"{path} has no outputs", "name at least one output when the graph is exported")
-    for tensor in tensors(model):
-        if _is_external(tensor):
-            _check_external(path, tensor)
-    try:
-        onnx.checker.check_model(os.fspath(path), full_check=True)
-    except onnx.checker.ValidationError as error:
-        raise InvalidGraph(f"{path} breaks the ONNX specification: {_brief(error)}", "export it again") from error
-    except (onnx.shape_inference.InferenceError, ValueError) as error:
-        message = f"types or shapes in {path} contradict each other: {_brief(error)}"
-        raise InvalidGraph(message, "export it again") from error
-    for tensor in tensors(model):
-        if count_elements(tensor) > 1 and _has_nan(path, tensor):
-            constants = (node.output[0] for node in nodes(model) if any(tensor == entry.t for entry in node.attribute))
-            name = next(constants, tensor.name)
-            raise InvalidGraph(f"the weight {name!r} of {path} holds NaN", "train or convert the model again")
-
-
-def _check_external(path: Path, tensor: "onnx.TensorProto") -> None:
-    location, offset, length = _region(tensor)
-    what = f"the weight {tensor.name!r} of {path} lies in {location!r}"
-    if Path(location).is_absolute() or ".." in Path(location).parts:
-        raise InvalidGraph(f"{what}, which is outside of the model's folder", "keep external data beside the model")
-    parts = (path.parent / location, *(path.parent / folder for folder in Path(location).parents))
-    if location and any(part.is_symlink() for part in parts):
-        raise InvalidGraph(f"{what}, which is a symbolic link", "put the file itself beside the model")
-    file = path.parent / location
-    if not location or not file.is_file():
-        raise InvalidGraph(f"{what}, and there is no such file", f"put it beside {path.name}")
-    if file.stat().st_size < offset + length:
-        raise InvalidGraph(f"{what}, which is too short: {offset + length} bytes needed", "copy it again")
-
-
-def _brief(error: Exception) -> str:
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    return " ".join(lines[:3])[:400]
-
-
-def _has_nan(path: Path, tensor: "onnx.TensorProto") -> bool:
-    dtype = dtype_name(tensor.data_type)
-    if dtype in _NAN_ABOVE:
-        words = (np.frombuffer(block, np.uint16) for block in _blocks(path, tensor))
-        return any(((block & 0x7FFF) > _NAN_ABOVE[dtype]).any() for block in words)
-    if dtype not in ("float32", "float64"):
-        return False
-    blocks = (np.frombuffer(block, dtype) for block in _blocks(path, tensor))
-    return any(np.isnan(block.min()) for block in blocks if block.size)  # min passes NaN on, the cheapest that does
-
-
-def _blocks(path: Path, tensor: "onnx.TensorProto") -> Iterator[bytes | memoryview]:
-    if not _is_external(tensor):
-        from onnx import numpy_helper
-
-        yield tensor.raw_data or numpy_helper.to_array(tensor).tobytes()
-        return
-    location, offset, length = _region(tensor)
-    buffer = memoryview(bytearray(min(length, _CHUNK_BYTES)))
-    with (path.parent / location).open("rb", buffering=0) as stream:
-        stream.seek(offset)
-        while length > 0 and (count := stream.readinto(buffer[: min(length, _CHUNK_BYTES)])):
-            yield buffer[:count]
-            length -= count
 
 
 def signature(path: Path) -> Signature:
@@ -400,7 +316,7 @@ def external_files(path: Path) -> list[str]:
     Raises:
         InvalidGraph: the file cannot be read.
     """
-    return sorted({_region(tensor)[0] for tensor in tensors(read(path)) if _is_external(tensor)})
+    return sorted({locate_external(tensor)[0] for tensor in tensors(read(path)) if is_external(tensor)})
 
 
 def copy(path: Path, target: Path) -> None:
@@ -474,11 +390,12 @@ def list_empty(model: "onnx.ModelProto") -> set[str]:
     return {name for name, tensor in {**stored, **constants}.items() if list(tensor.dims) == [0]}
 
 
-def _is_external(tensor: "onnx.TensorProto") -> bool:
+def is_external(tensor: "onnx.TensorProto") -> bool:
+    """Tell whether a tensor's values lie in a file beside the model."""
     return bool(tensor.data_location == tensor.EXTERNAL)
 
 
-def _region(tensor: "onnx.TensorProto") -> tuple[str, int, int]:
+def locate_external(tensor: "onnx.TensorProto") -> tuple[str, int, int]:
     """Locate external data: file name, offset and length in bytes.
 
     Raises:

@@ -20,7 +20,7 @@ from enginesmith.pipeline.frameworks.onnx import model_file
 from enginesmith.pipeline.tensors import compute_size, list_words
 
 if TYPE_CHECKING:
-    import onnx.inliner
+    import onnx
 
 Dims = Mapping[str, Sequence[int]]
 """Initializer's name → its dimensions."""
@@ -234,11 +234,7 @@ def view(path: Path, sizes: Mapping[str, int]) -> View:
         InvalidGraph: the file cannot be read.
         SignatureError: its inputs are no tensors.
     """
-    import onnx.inliner
-
     model = model_file.skeleton(path)
-    if model.functions:
-        model = onnx.inliner.inline_local_functions(model)
     _fix_sizes(path, model, sizes)
     initializers = [tensor for graph in model_file.list_graphs(model) for tensor in graph.initializer]
     values = {item.name: Value(model_file.dtype_name(item.data_type), tuple(item.dims)) for item in initializers}

@@ -469,7 +469,7 @@ def save_graph(path: Path, loaded: LoadedModel, out: Path, external_data_bytes: 
 def _load_with_constants(path: Path) -> "ir.Model":
     """Load a graph whose constants are all initializers."""
     model = edit.load(path)
-    edit.flatten(model)
+    edit.fix_weights(model)
     edit.lift_constants(model)
     _split_shared(model)
     return model

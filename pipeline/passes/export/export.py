@@ -415,7 +415,6 @@ def _trace(loaded: "LoadedModel", out: Path, opset: int, progress: Progress) -> 
             sizes only.
     """
     import torch
-    from onnx_ir.passes import common
 
     inputs, outputs = loaded.signature.inputs, loaded.signature.outputs
     axes = {s.name: {i: d for i, d in enumerate(s.shape) if isinstance(d, str)} for s in (*inputs, *outputs)}

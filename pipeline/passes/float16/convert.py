@@ -103,10 +103,10 @@ def _find_type(dtype: Half) -> "ir.DataType":
 
 
 def _prepare(model: "ir.Model") -> None:
-    """Inline functions, make constants initializers, name every node and type every value."""
+    """Make constants initializers that cannot be fed, name every node and type every value."""
     from onnx_ir.passes import common
 
-    edit.flatten(model)
+    edit.fix_weights(model)
     edit.lift_constants(model)
     common.NameFixPass()(model)
     if any(value.type is None for node in model.graph.all_nodes() for value in node.outputs):

@@ -32,10 +32,6 @@ _TYPE_ATTRIBUTES = ("dtype", "output_dtype", "softmax_precision")
 
 def emulate(model: "ir.Model") -> bool:
     """Rewrite a graph in place; false, and nothing done, if none of its values is float16 or bfloat16."""
-    from onnx_ir.passes import common
-
-    if model.functions:
-        common.InlinePass()(model)
     everything = list(ir.traversal.RecursiveGraphIterator(model.graph))
     if any(value.type is None for node in everything for value in node.outputs):
         infer_shapes(model)

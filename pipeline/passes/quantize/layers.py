@@ -217,7 +217,7 @@ def _explain_group(node: "ir.Node") -> str:
 
 
 def prepare(model: "ir.Model", precision: str, keep: Collection[str] = ()) -> tuple[QuantizableOp, ...]:
-    """Make a float32 graph flat, with weights that cannot be fed and are each there once; return its groups.
+    """Make weights of a float32 graph constants that cannot be fed and are each there once; return its groups.
 
     Raises:
         InvalidGraph: it is quantized already, or not in float32.
@@ -238,7 +238,7 @@ def prepare(model: "ir.Model", precision: str, keep: Collection[str] = ()) -> tu
                 "float32 graph",
                 "export the model in float32: precisions that mix types lower the rest themselves",
             )
-    edit.flatten(model)
+    edit.fix_weights(model)
     edit.merge_equal_constants(model)
     groups = find_groups(model)
     if unknown := sorted(set(keep) - {group.name for group in groups}):

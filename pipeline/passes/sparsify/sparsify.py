@@ -56,7 +56,7 @@ class Sparsify(Sparsity, GraphPass):
             UsageError: a protected name that there is none of.
         """
         model = edit.load(artifact.path)
-        edit.flatten(model)
+        edit.fix_weights(model)
         progress(f"making weights {self}")
         done = sparsify(model, self)
         progress("writing")
