@@ -415,8 +415,7 @@ class Engine(BaseModel, ABC, frozen=True, extra="forbid"):
     def reproduce(self, device: Device) -> str:
         """Return lines of Python that answer ``inputs`` by the graph at ``MODEL``, as ``found``, by output name.
 
-        ``INPUTS`` and ``OUTPUTS`` are the graph's names in order. The lines need the engine's own package alone; empty
-        where it cannot run a graph from a file.
+        ``INPUTS`` and ``OUTPUTS`` are names in order. Only the engine's own package is needed; empty if it runs no file.
         """
         return ""
 
