@@ -3,6 +3,7 @@
 ``frameworks/torch/processing.py`` and ``frameworks/onnx/processing.py`` compute it; a test compares both.
 """
 
+import itertools
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Literal, TypeVar
@@ -389,18 +390,27 @@ def _take_sizes(raw: TensorSpec, given: tuple[TensorSpec, ...], position: int) -
 
 def _append(request: ProcessingRequest, core: Signature) -> Iterable[Appended]:
     outputs, words = list(core.outputs), request.after
-    activation: Any = next((word for word, _, _ in words if word in ACTIVATIONS), None)
-    suppressing = any(word == "nms" for word, _, _ in words)
+    reads = next((_choose_tables(outputs, name) for word, name, _ in words if word == "nms"), ())
+    activation: Any = None
     for word, name, value in words:
-        if suppressing and word != "nms":
-            continue  # nms applies it to the scores
         count, suppression = _read_selection(word, value)
+        if word in ACTIVATIONS and reads and (name is None or _choose_output(word, outputs, name) in reads):
+            _check_names_scores(word, name, outputs, reads)
+            activation = word
+            continue
         if word == "nms":
-            step = _fit_suppression(outputs, suppression, activation)
+            step = _fit_suppression(outputs, reads, suppression, activation)
         else:
             step = _fit_output(word, outputs, _choose_output(word, outputs, name), count)
         yield step
         outputs = replace_outputs(outputs, step.reads, step.made)
+
+
+def _check_names_scores(word: str, name: str | None, outputs: Sequence[TensorSpec], reads: Sequence[int]) -> None:
+    """Refuse to apply an activation to the boxes of ``nms``, which takes it for the scores."""
+    scores = outputs[reads[-1]].name
+    if name not in (None, scores):
+        raise UsageError(f"--append {word}:{name}: nms reads boxes there", f"name its scores: {word}:{scores}")
 
 
 def _choose_output(word: str, outputs: Sequence[TensorSpec], name: str | None) -> int:
@@ -441,30 +451,55 @@ def _fit_output(word: Any, outputs: Sequence[TensorSpec], position: int, count: 
     return Appended(word=word, reads=(position,), made=specs, axis=axis, count=count)
 
 
-def _fit_suppression(outputs: Sequence[TensorSpec], options: Suppression, activation: Any) -> Appended:
-    """Fit ``nms`` to boxes [N, boxes, 4] and scores [N, classes, boxes], or to one output [N, 4 + classes, boxes]."""
-    fits = [spec.dtype in _FLOATS and len(spec.shape) == _TABLE_RANK for spec in outputs]
-    reads: tuple[int, ...] = ()
-    classes: int | str = ""
-    if all(fits) and len(outputs) == 1:
-        both = outputs[0].shape[1]
-        if isinstance(both, int) and both > _BOX_SIDES:
-            reads, classes = (0,), both - _BOX_SIDES
-    elif all(fits) and len(outputs) == 2:
-        pairs = [
-            (box, 1 - box)
-            for box in (0, 1)
-            if outputs[box].shape[2] == _BOX_SIDES and outputs[box].shape[1] == outputs[1 - box].shape[2]
-        ]
-        if pairs and isinstance(outputs[pairs[0][1]].shape[1], int):
-            reads, classes = pairs[0], outputs[pairs[0][1]].shape[1]
-    if not isinstance(classes, int) or not reads:
+def _choose_tables(outputs: Sequence[TensorSpec], name: str | None) -> tuple[int, ...]:
+    """Choose the outputs that ``nms`` reads: boxes [N, boxes, 4] and scores [N, classes, boxes], or the one with both.
+
+    These are all outputs, or the named one: of boxes with the scores that fit.
+
+    Raises:
+        UsageError: there is no such output, or it does not have this form, or one of several forms.
+    """
+    tables = [at for at, spec in enumerate(outputs) if spec.dtype in _FLOATS and len(spec.shape) == _TABLE_RANK]
+    pairs: list[tuple[int, ...]] = [
+        (boxes, scores)
+        for boxes, scores in itertools.permutations(tables, 2)
+        if outputs[boxes].shape[1:] == (outputs[scores].shape[2], _BOX_SIDES)
+        and isinstance(outputs[scores].shape[1], int)
+    ]
+    whole = [(at,) for at in tables if isinstance(size := outputs[at].shape[1], int) and size > _BOX_SIDES]
+    if name is None:
+        choices = [reads for reads in (*pairs, *whole) if len(reads) == len(outputs)][:1]
+    else:
+        position = _choose_output("nms", outputs, name)
+        choices = [reads for reads in pairs if reads[0] == position]
+        choices = choices or [reads for reads in (*pairs, *whole) if position in reads]
+    if len(choices) == 1:
+        return choices[0]
+    names = [spec.name for spec in outputs]
+    if choices:
+        forms = " or ".join(" and ".join(names[at] for at in reads) for reads in choices)
         raise UsageError(
-            "--append nms needs outputs boxes [batch, boxes, 4] and scores [batch, classes, boxes], or one output "
-            f"[batch, 4 + classes, boxes]; the model has {', '.join(map(str, outputs))}",
-            "let the model return them in this form",
+            f"--append nms:{name}: boxes and scores may be {forms}",
+            "name the boxes, if they are an output of their own; or let the model return the outputs meant alone",
         )
-    boxes = outputs[reads[-1]].shape[2]
+    able = [names[reads[0]] for reads in (*pairs, *whole)]
+    raise UsageError(
+        "--append nms needs outputs boxes [batch, boxes, 4] and scores [batch, classes, boxes], or one output "
+        f"[batch, 4 + classes, boxes]; {f'the output {name!r} is' if name else 'the model has'} "
+        f"{', '.join(str(spec) for spec in outputs if name in (None, spec.name))}",
+        f"name one of them: nms:{able[0]}" if able else "let the model return them in this form",
+    )
+
+
+def _fit_suppression(
+    outputs: Sequence[TensorSpec], reads: tuple[int, ...], options: Suppression, activation: Any
+) -> Appended:
+    """Fit ``nms`` to the outputs that it reads."""
+    if any(spec.name == _DETECTIONS for at, spec in enumerate(outputs) if at not in reads):
+        raise UsageError(f"--append nms: the model has an output {_DETECTIONS!r} already", "rename it")
+    _, rows_of_scores, boxes = outputs[reads[-1]].shape
+    assert isinstance(rows_of_scores, int)
+    classes = rows_of_scores if len(reads) > 1 else rows_of_scores - _BOX_SIDES
     rows = min(options.max, classes * boxes) if isinstance(boxes, int) else f"{_DETECTIONS}_rows"
     form = options.boxes or ("corners" if len(reads) > 1 else "center")
     return Appended(

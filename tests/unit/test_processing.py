@@ -141,6 +141,55 @@ def test_boxes_by_corners_in_any_order_have_scores_of_their_own(tmp_path: Path) 
     assert table.shape == (2, 30, 6)
 
 
+def suppress(corners: Array, scores: Array, iou: float, least: float, most: int) -> Array:
+    """Suppress the boxes of one image class by class, one after the other: [boxes, 4], [classes, boxes] → rows."""
+    rows: list[list[float]] = []
+    areas = (corners[:, 2:] - corners[:, :2]).prod(1)
+    for number, column in enumerate(scores):
+        best: list[int] = []
+        for at in np.argsort(-column):
+            overlap = np.minimum(corners[best, 2:], corners[at, 2:]) - np.maximum(corners[best, :2], corners[at, :2])
+            common = overlap.clip(0).prod(1)
+            if column[at] > least and (common <= iou * (areas[best] + areas[at] - common)).all():
+                best.append(int(at))
+        rows += [[*corners[at], column[at], number] for at in best]
+    return np.array(sorted(rows, key=lambda row: -row[4])[:most])
+
+
+@pytest.mark.parametrize(
+    "words", ["nms:y1=score:0.6,iou:0.4", "sigmoid:y1,nms:y1=score:0.6,iou:0.4", "sigmoid:y2,nms:y1"]
+)
+def test_a_named_output_is_suppressed_and_the_others_stay(tmp_path: Path, words: str) -> None:
+    boxes, scores = draw_boxes(60, 3)
+    feeds = {"a": scores[..., :4].copy(), "b": np.concatenate([boxes.transpose(0, 2, 1), scores], 1), "c": scores[0]}
+    inputs = ("a:float32:batch,3,4", "b:float32:batch,7,60", "c:float32:3,60")
+    before, table, behind = compare(tmp_path, request(append=words), feeds, *inputs)
+    assert np.array_equal(before, feeds["a"])
+    sigmoid = {name: 1 / (1 + np.exp(-value)) for name, value in (("c", feeds["c"]), ("scores", scores))}
+    np.testing.assert_allclose(behind, sigmoid["c"] if "y2" in words else feeds["c"], rtol=1e-5)
+    corners = np.concatenate([boxes[..., :2] - boxes[..., 2:] / 2, boxes[..., :2] + boxes[..., 2:] / 2], 2)
+    least, iou = (0.6, 0.4) if "0.6" in words else (0.25, 0.5)
+    for image, rows in enumerate(table):
+        probabilities = sigmoid["scores"] if "sigmoid:y1" in words else scores
+        expected = suppress(corners[image], probabilities[image], iou, least, 100)
+        assert len(expected) > 5
+        np.testing.assert_allclose(rows[: len(expected)], expected, rtol=1e-4, atol=1e-5)
+        assert (rows[len(expected) :] == 0).all()
+
+
+@pytest.mark.parametrize("words", ["nms:y0", "nms:y2", "sigmoid:y2,nms:y0"])
+def test_named_boxes_take_the_scores_that_fit(words: str) -> None:
+    """Either may be named, where the scores cannot be both: three classes are not a box and scores."""
+    texts = ("y0:float32:batch,50,4", "y1:float32:batch,12", "y2:float32:batch,3,50")
+    outputs = tuple(TensorSpec.parse(text) for text in texts)
+    fitted = processing.fit(request(append=words), Signature(inputs=(), outputs=outputs))
+    (step,) = fitted.appended
+    assert (step.reads, step.classes) == ((0, 2), 3)
+    assert step.activation == ("sigmoid" if "sigmoid" in words else None)
+    assert [spec.name for spec in fitted.signature.outputs] == ["detections", "y1"]
+    assert fitted.signature.returns == ["detections", "y1"]
+
+
 def test_more_boxes_than_are_compared_at_once_are_suppressed_in_order() -> None:
     from enginesmith.pipeline.frameworks.torch import processing as computed
 
@@ -183,6 +232,13 @@ def test_more_boxes_than_are_compared_at_once_are_suppressed_in_order() -> None:
         ("", "topk=x", ("a:float32:batch,3",), "cannot read"),
         ("", "nms", ("a:float32:batch,3",), "needs outputs boxes"),
         ("", "nms", ("a:float32:batch,9,4", "b:float32:batch,2,8"), "needs outputs boxes"),
+        ("", "nms:z", ("a:float32:batch,9,60",), "nms: the model has no output 'z'"),
+        ("", "sigmoid:z,nms", ("a:float32:batch,9,60",), "sigmoid: the model has no output 'z'"),
+        ("", "nms", ("a:float32:batch,9,60", "b:float32:batch,3"), "name one of them: nms:a"),
+        ("", "nms:b", ("a:float32:batch,9,60", "b:float32:batch,3"), "the output 'b' is b:float32:batch,3"),
+        ("", "sigmoid:a,nms:a", ("a:float32:batch,60,4", "b:float32:batch,9,60"), "its scores: sigmoid:b"),
+        ("", "nms:b", ("a:float32:batch,60,4", "b:float32:batch,9,60"), "may be a and b or b"),
+        ("", "nms:a", ("a:float32:batch,9,60", "detections:float32:batch,3"), "has an output 'detections' already"),
         ("", "nms=size:3", ("a:float32:batch,9,4",), "cannot read 'size:3'"),
         ("", "nms=iou:2", ("a:float32:batch,9,4",), "out of range"),
         ("", "nms=boxes:round", ("a:float32:batch,9,4",), "out of range"),
