@@ -1,7 +1,7 @@
 """Assemble ``run.json`` from the outcomes of steps: numbers, and reasons for those that are missing."""
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -53,7 +53,7 @@ from enginesmith.pipeline.tasks.prosecute import Prosecute
 from enginesmith.pipeline.tasks.prune import read_facts
 from enginesmith.pipeline.tasks.race import RACE, STAY
 from enginesmith.pipeline.tasks.tune import ENGINE
-from enginesmith.pipeline.tensors import Signature
+from enginesmith.pipeline.tensors import Signature, TensorSpec
 
 _NOTING = (REFERENCE, LOAD, EXPORT)
 """Steps whose notes are about the given model and its samples."""
@@ -473,7 +473,7 @@ def _step(name: StepRef, outcome: Outcome | None) -> StepRecord:
 
 
 def _add_from_graph(signature: Signature, outcomes: Outcomes) -> Signature:
-    """Add what only the graph shows: outputs whose rows depend on values, and inputs that are indices."""
+    """Add what only the graph shows: outputs whose rows depend on values, how many they may be, and indices."""
     signatures = [
         outcome.artifact.signature for outcome in outcomes.values() if outcome.artifact and outcome.artifact.signature
     ]
@@ -482,10 +482,26 @@ def _add_from_graph(signature: Signature, outcomes: Outcomes) -> Signature:
     outputs, inputs = ({spec.name for spec in side} for side in (signature.outputs, signature.inputs))
     return signature.model_copy(
         update={
+            "outputs": tuple(_open_row_counts(spec, signatures) for spec in signature.outputs),
             "unordered": {name: kind for name, kind in unordered.items() if name in outputs},
             "tables": {name: rows for name, rows in tables.items() if name in inputs},
         }
     )
+
+
+def _open_row_counts(spec: TensorSpec, signatures: Iterable[Signature]) -> TensorSpec:
+    """Open the sizes of an output that a graph leaves open, if its rows are chosen by values.
+
+    The example that a module was run with may reach the most rows that it returns. Of other outputs, an open size says
+    no more than that the exporter's shape inference does not know it.
+    """
+    for each in signatures:
+        other = next((output for output in each.outputs if output.name == spec.name), spec)
+        if spec.name in each.unordered and len(other.shape) == len(spec.shape):
+            pairs = zip(spec.shape, other.shape, strict=True)
+            shape = tuple(opened if isinstance(own, int) and isinstance(opened, str) else own for own, opened in pairs)
+            spec = spec.model_copy(update={"shape": shape})
+    return spec
 
 
 def _model(recipe: Recipe, plan: Plan, outcomes: Outcomes) -> ModelRecord:

@@ -124,6 +124,20 @@ def test_what_the_graph_tells_of_the_order_of_rows_is_known_of_the_model(outcome
     assert found.unordered == {"b": "rows"}
 
 
+def test_a_graph_opens_the_number_of_rows_that_values_choose(outcomes: Outcomes) -> None:
+    """The example reached the most rows; of other outputs, an open size tells of the exporter's shape inference."""
+    texts = {"rows:float32:10,4": "rows:float32:rows_dim_0,4", "map:float32:batch,7": "map:float32:batch,map_dim_1"}
+    module, graph = (
+        Signature(inputs=(), outputs=tuple(map(TensorSpec.parse, side)), unordered=unordered)
+        for side, unordered in ((texts.keys(), {}), (texts.values(), {"rows": "rows"}))
+    )
+    outcomes.put(LOAD, {}).change(LOAD, signature=module)
+    outcomes.put("export", {}).change("export", signature=graph)
+    signature = outcomes.run().model.signature
+    assert signature is not None
+    assert [*map(str, signature.outputs)] == ["rows:float32:rows_dim_0,4", "map:float32:batch,7"]
+
+
 def test_a_missed_target_is_the_first_note_on_the_model(outcomes: Outcomes) -> None:
     pruned = replace(FLOAT, prune="macs=-40%", pruned=(StepRef("prune-macs40"),))
     for step, note in ((LOAD, "the batch is fixed"), ("export", "no dynamo"), ("prune-macs40", "63.6% are left")):
