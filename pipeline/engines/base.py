@@ -415,7 +415,7 @@ class Engine(BaseModel, ABC, frozen=True, extra="forbid"):
     def reproduce(self, device: Device) -> str:
         """Return lines of Python that answer ``inputs`` by the graph at ``MODEL``, as ``found``, by output name.
 
-        ``INPUTS`` and ``OUTPUTS`` are names in order. Only the engine's own package is needed; empty if it runs no file.
+        ``INPUTS`` and ``OUTPUTS`` are names in order. The engine's own package is enough; empty if it runs no file.
         """
         return ""
 

@@ -118,6 +118,13 @@ def test_what_it_does_not_support_is_said(tmp_path: Path, artifact: dict[str, st
     assert caught.value.remedy
 
 
+def test_an_older_opset_is_advised_where_it_has_a_form_with_a_kernel(tmp_path: Path) -> None:
+    with pytest.raises(InvalidGraph, match=r"RandomUniformLike\(22\)") as caught:
+        OnnxRuntime().load(model(tmp_path, "RandomUniformLike", 22), CPU)
+    assert "--opset 21, which has an older form of RandomUniformLike" in caught.value.remedy
+    OnnxRuntime().load(model(tmp_path, "RandomUniformLike", 21), CPU).close()
+
+
 @pytest.mark.parametrize("content", [b"", b"not a model", None], ids=["empty", "text", "truncated"])
 def test_damaged_file_is_an_invalid_graph(tmp_path: Path, content: bytes | None) -> None:
     artifact = model(tmp_path)

@@ -9,13 +9,14 @@ import onnx
 import onnxruntime
 import pytest
 import torch
+from onnxscript import opset18 as op18
 from torch.onnx._internal.exporter import _registration
 
 from enginesmith.pipeline.artifact import Artifact
 from enginesmith.pipeline.engines import simulation
 from enginesmith.pipeline.errors import ExportError
 from enginesmith.pipeline.frameworks.onnx import edit, evaluator, model_file, validation
-from enginesmith.pipeline.passes.export import agreement, export
+from enginesmith.pipeline.passes.export import agreement, export, translations
 from enginesmith.pipeline.passes.export.registry import keep_registry
 from enginesmith.pipeline.system.device import Device
 from exporting import exported, loaded
@@ -424,3 +425,42 @@ def test_boxes_are_compared_as_sets_but_where_rounding_decides_which_are_kept(
     assert agreement.find_fault(model, feeds, answer, {"box": "rows", "score": "rows"}) == fault
     in_order = agreement.find_fault(model, feeds, answer, {})
     assert in_order == ("wrong" if level and places != [5, 4, 3, 2] else "")
+
+
+@torch.library.custom_op("exporttest::crop", mutates_args=())
+def crop(x: torch.Tensor) -> torch.Tensor:
+    """Take one pixel, which a RoiAlign computes as well."""
+    return x[:, :, 1:2, 2:3].clone()
+
+
+@crop.register_fake
+def _(x: torch.Tensor) -> torch.Tensor:
+    return x.new_empty(1, x.shape[1], 1, 1)
+
+
+def align(x: Any) -> Any:
+    boxes = op18.Constant(value=onnx.numpy_helper.from_array(np.array([[2, 1, 3, 2]], np.float32)))
+    image = op18.Constant(value=onnx.numpy_helper.from_array(np.array([0])))
+    return op18.RoiAlign(x, boxes, image, output_height=1, output_width=1, sampling_ratio=1)
+
+
+class Crop(torch.nn.Module):
+    def forward(self, x: Any) -> Any:
+        return torch.ops.exporttest.crop(x) * 2
+
+
+@pytest.mark.parametrize("asked", [23, 21])
+def test_an_operator_whose_newest_form_engines_lack_is_exported_in_an_older_opset(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, asked: int
+) -> None:
+    table = translations.list_translations(18)
+    monkeypatch.setattr(
+        translations, "list_translations", lambda _: {**table, torch.ops.exporttest.crop.default: align}
+    )
+    x = torch.arange(24.0).reshape(1, 2, 3, 4)
+    model = loaded(Crop(), {"x": x}, {"x": (1, 2, 3, 4)}, ["y:float32:1,2,1,1"])
+    effect = exported(tmp_path, model, opset=asked, exporter="dynamo")
+    assert model_file.summary(tmp_path / effect.file).opset == min(asked, 21)
+    assert any("opset 21, not 23" in note and "RoiAlign" in note for note in effect.notes) == (asked > 21)
+    (answer,) = evaluator.run_graph(tmp_path / effect.file, {"x": x.numpy()})
+    assert answer.ravel().tolist() == [12, 36]

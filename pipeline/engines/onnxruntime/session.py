@@ -66,6 +66,8 @@ _WARM_CALLS = 2
 _NO_CAPTURE = -1
 _BEHIND_SIGNATURES = re.compile(r"[A-Z]+ failure \d+: .*?(?= ;|$)|Failed to allocate memory for .*")
 """Message of CUDA's libraries or of the arena, after paths and signatures of functions that it went through."""
+_OLDEST_EXPORT = 18
+"""The oldest opset that models are exported with."""
 _WITHOUT_GRAPHS = "run it without CUDA graphs: --cuda-graphs off"
 _WRONG_IN_HALF = ("WeightBiasQuantization",)
 """Optimizations that multiply two scales in their own type, and get next to nothing in float16."""
@@ -274,11 +276,22 @@ def _load_error(error: Exception, path: Path) -> EnginesmithError:
         )
     elif lacking:
         verdict = f"has no kernel for what is in {file}"
-        remedy = "take another precision or engine; or update onnxruntime"
+        remedy = f"{_advise_older_opset(text)}take another precision or engine; or update onnxruntime"
     elif type(error).__name__ == "NotImplemented" or "is not a registered function" in text or "opset" in text:
         verdict = f"does not support what is in {file}"
         remedy = UNKNOWN_OPERATOR.format("onnxruntime")
     return InvalidGraph(f"ONNX Runtime {verdict}: {text}", remedy)
+
+
+def _advise_older_opset(text: str) -> str:
+    """Advise to export in the last opset of an older form of the operator that ONNX Runtime names, if there is one."""
+    import onnx
+
+    match = re.search(r"an implementation for (\w+)\((\d+)\)", text)
+    opset = int(match[2]) - 1 if match else 0
+    if match is None or opset < _OLDEST_EXPORT or not onnx.defs.has(match[1], opset, ""):
+        return ""
+    return f"export the model with --opset {opset}, which has an older form of {match[1]}; or "
 
 
 def _find_module(path: Path, text: str) -> str:

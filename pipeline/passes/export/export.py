@@ -192,6 +192,20 @@ _TORCHSCRIPT_NEWEST_OPSET = 20
 _MIN_SIZE = 2  # an example of size 1 would let the exporter take the dimension for one that broadcasts
 
 
+_LAST_OPSETS = {"RoiAlign": 21}
+"""Operators that engines run in an older form only, to which a newer one adds bfloat16 alone: its last opset."""
+
+
+def _limit_opset(model: "ir.Model", opset: int) -> tuple[int, list[str]]:
+    """Choose the newest opset, up to this one, in which engines have all operators of a graph; with a note."""
+    present = {node.op_type for node in ir.traversal.RecursiveGraphIterator(model.graph) if not node.domain}
+    late = sorted(name for name, last in _LAST_OPSETS.items() if name in present and last < opset)
+    if not late:
+        return opset, []
+    limit = min(_LAST_OPSETS[name] for name in late)
+    return limit, [f"opset {limit}, not {opset}: engines have no kernels for its {' and '.join(late)}"]
+
+
 def _export_program(loaded: "LoadedModel", _: Path, opset: int, progress: Progress) -> tuple["ir.Model", list[str]]:
     """Export through ``torch.export``; return notes on the sizes that the graph is not for, too.
 
@@ -201,6 +215,10 @@ def _export_program(loaded: "LoadedModel", _: Path, opset: int, progress: Progre
     """
     progress("capturing the graph with torch.export")
     program, words = _translate_widely(loaded, opset, progress)
+    limit, notes = _limit_opset(program.model, opset)
+    if limit < opset:
+        opset = limit
+        program, words = _translate_widely(loaded, opset, progress)
     progress("folding constants")
     try:
         optimize_graph(program.model)
@@ -208,7 +226,7 @@ def _export_program(loaded: "LoadedModel", _: Path, opset: int, progress: Progre
         raise ExportError(f"onnxscript cannot optimize the exported graph: {name_root(error)}", REMEDY) from error
     if program.model.opset_imports[""] != opset:
         raise ExportError(f"the graph cannot be converted to opset {opset}", "use opset 18 or newer")
-    return program.model, [f"the graph is {words}"] if words else []
+    return program.model, [*notes, f"the graph is {words}"] if words else notes
 
 
 def _translate_widely(loaded: "LoadedModel", opset: int, progress: Progress) -> tuple["ONNXProgram", str]:
@@ -439,8 +457,9 @@ def _trace(loaded: "LoadedModel", out: Path, opset: int, progress: Progress) -> 
         model = edit.load(path)
         ir.external_data.load_to_model(model)
     edit.infer_shapes(model)  # the trace has no types
-    convert_opset(model, opset)
-    return model, []
+    limit, notes = _limit_opset(model, opset)
+    convert_opset(model, limit)
+    return model, notes
 
 
 _log = logging.getLogger(__name__)

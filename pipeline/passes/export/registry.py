@@ -2,6 +2,7 @@
 
 import copy
 import functools
+import sys
 from typing import Any
 
 
@@ -15,10 +16,15 @@ def keep_registry() -> None:
 
     if isinstance(vars(_registration.ONNXRegistry).get("from_torchlib"), staticmethod):
         return  # this was done before
-    build = functools.cache(_registration.ONNXRegistry.from_torchlib)
+    from_torchlib = _registration.ONNXRegistry.from_torchlib
+
+    @functools.cache
+    def build(knows_torchvision: bool, *args: Any, **options: Any) -> Any:
+        return from_torchlib(*args, **options)
 
     def copy_registry(*args: Any, **options: Any) -> Any:
-        registry = copy.copy(build(*args, **options))
+        # operators of torchvision are in the table if it is imported before, as a module may do meanwhile
+        registry = copy.copy(build("torchvision" in sys.modules, *args, **options))
         registry.functions = {target: list(entries) for target, entries in registry.functions.items()}
         return registry
 
