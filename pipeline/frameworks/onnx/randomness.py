@@ -1,6 +1,6 @@
 """Refuse graphs that answer at random, and name the nodes that make them do so."""
 
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -30,7 +30,7 @@ _EVALUATE = "export the model in evaluation mode: call model.eval() before, and 
 def check_steady(path: Path, name: str, sizes: Mapping[str, int]) -> None:
     """Check that a file answers the same input alike each time; only one with random nodes is run for that.
 
-    ``name`` is the model's in messages; ``sizes`` are those of dimensions, as far as they are known. A graph that takes
+    Its functions are inlined. ``name`` is the model's in messages; ``sizes`` are known ones of dimensions. A graph that takes
     no drawn input is not judged.
 
     Raises:
@@ -66,34 +66,24 @@ def _answers_differ(path: Path, sizes: Mapping[str, int]) -> bool:
 
 
 def find_random_nodes(model: "onnx.ModelProto") -> "list[onnx.NodeProto]":
-    """List the nodes with random results that an output may depend on, of subgraphs and of functions, too."""
+    """List the nodes with random results that an output may depend on, of subgraphs, too."""
     if not any(node.op_type in _DRAWING or _may_drop(node) for node in model_file.nodes(model)):
         return []
-    functions = {(function.domain, function.name): function for function in model.functions}
-    graph = model.graph
-    return list(_find_random(graph.node, graph.initializer, [value.name for value in graph.output], functions, set()))
+    return list(_find_random(model.graph, set()))
 
 
-def _find_random(
-    nodes: "Sequence[onnx.NodeProto]",
-    weights: "Iterable[onnx.TensorProto]",
-    outputs: Iterable[str],
-    functions: "dict[tuple[str, str], onnx.FunctionProto]",
-    false_outside: Collection[str],
-) -> "Iterator[onnx.NodeProto]":
-    """Go from a graph's outputs to what they depend on; each function is taken from ``functions`` when it is called."""
-    wanted, false = set(outputs), {*false_outside, *_list_false(nodes, weights)}
-    for node in reversed(nodes):
+def _find_random(graph: "onnx.GraphProto", false_outside: Collection[str]) -> "Iterator[onnx.NodeProto]":
+    """Go from a graph's outputs to what they depend on."""
+    wanted = {value.name for value in graph.output}
+    false = {*false_outside, *_list_false(graph.node, graph.initializer)}
+    for node in reversed(graph.node):
         if wanted.isdisjoint(node.output):
             continue
         wanted.update(model_file.list_reads(node))
         if node.op_type in _DRAWING or (_may_drop(node) and node.input[_TRAINING] not in false):
             yield node
-        for graph in model_file.subgraphs(node):
-            ends = [value.name for value in graph.output]
-            yield from _find_random(graph.node, graph.initializer, ends, functions, false)
-        if function := functions.pop((node.domain, node.op_type), None):
-            yield from _find_random(function.node, (), function.output, functions, ())
+        for body in model_file.subgraphs(node):
+            yield from _find_random(body, false)
 
 
 def _may_drop(node: "onnx.NodeProto") -> bool:
