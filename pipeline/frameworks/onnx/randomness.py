@@ -30,8 +30,8 @@ _EVALUATE = "export the model in evaluation mode: call model.eval() before, and 
 def check_steady(path: Path, name: str, sizes: Mapping[str, int]) -> None:
     """Check that a file answers the same input alike each time; only one with random nodes is run for that.
 
-    Its functions are inlined. ``name`` is the model's in messages; ``sizes`` are known ones of dimensions. A graph that takes
-    no drawn input is not judged.
+    Its functions are inlined. ``name`` is the model's in messages; ``sizes`` are known ones of dimensions. A graph that
+    takes no drawn input is not judged.
 
     Raises:
         SourceError: it does not.
