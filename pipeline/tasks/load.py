@@ -187,7 +187,7 @@ class LoadOnnx(_FromSource):
             raise ModelError(
                 f"{path} answers something else once its functions are inlined and its sparse weights dense: the "
                 f"outputs differ by {distance:.1e} of their range",
-                "give a file without functions and sparse weights; if the model draws random numbers, with a seed",
+                "give a file without functions and sparse weights",
             )
         return ()
 
