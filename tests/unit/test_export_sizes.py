@@ -48,7 +48,7 @@ def test_a_graph_is_captured_at_another_size_where_that_makes_one_for_all(tmp_pa
 
 
 def test_a_size_that_only_the_example_has_is_no_fixed_one(tmp_path: Path) -> None:
-    """As where positions are made anew for all pictures but those of the size in the configuration."""
+    """Positions are made anew for all pictures but those of the size in the configuration."""
 
     class Positions(torch.nn.Module):
         def __init__(self) -> None:

@@ -16,7 +16,7 @@ class Finding(BaseModel, frozen=True):
     note: str
     reason: str
     ties: str = ""
-    """What differs where that is a choice among exactly equal numbers alone; empty where it is not."""
+    """Difference, where it is a choice among exactly equal numbers alone; empty otherwise."""
     witness: str
     """Source of the right answer: ``model``, ``graph``, or itself on one sample ``alone``."""
     attempts: int

@@ -53,7 +53,7 @@ class Lowered:
     clips: tuple[str, ...]
     """Clip nodes that were put in before the cast of an attention mask, whose lowest number would become infinite."""
     remedy: str
-    """What to do where no node is in the low type; empty where some are."""
+    """Advice where no node is in the low type; empty where some are."""
 
 
 def lower(
