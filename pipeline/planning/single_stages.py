@@ -157,10 +157,15 @@ def prosecute_file_steps(
     return (*first_steps(resolved), load, *others, Step(PROSECUTE, task, needs, optional))
 
 
+_SIMILAR = {"int16": ("int8",), "fp4": ("int4",)}
+"""Precisions that no variant is made in, and the one by whose bounds files in them are judged."""
+
+
 def _read_precision(source: Source, engine: Engine) -> str:
     """Read the precision of a file, as ``--precision`` names it where that has a name for it."""
     precision = coverage.find_precision(Path(source.target)) if source.form == "onnx" else engine.arithmetic
-    names = (precision, precision.partition("+")[0])  # fp8+fp16 is called fp8
+    lowest = precision.partition("+")[0]  # fp8+fp16 is called fp8
+    names = (precision, lowest, *_SIMILAR.get(lowest, ()))
     return next((name for name in names if name in KINDS or name in THRESHOLDS), "fp32")
 
 

@@ -182,12 +182,16 @@ class LoadOnnx(_FromSource):
             expected = evaluator.run_graph(path, feeds)
         except (ModelError, MissingCapability) as error:
             return (f"the graph was not compared with the file, which could not be run: {error.message}",)
-        distance = evaluator.largest_difference(expected, evaluator.run_graph(graph, feeds))
+        flat = "once its functions are inlined and its sparse weights dense"
+        remedy = "give a file without functions and sparse weights"
+        try:
+            distance = evaluator.largest_difference(expected, evaluator.run_graph(graph, feeds))
+        except ModelError as error:
+            raise ModelError(f"{path} cannot be run {flat}: {error.message}", remedy) from error
         if distance > evaluator.TOLERANCE:
             raise ModelError(
-                f"{path} answers something else once its functions are inlined and its sparse weights dense: the "
-                f"outputs differ by {distance:.1e} of their range",
-                "give a file without functions and sparse weights",
+                f"{path} answers something else {flat}: the outputs differ by {distance:.1e} of their range",
+                f"{remedy}: ONNX Runtime may have a kernel of its own for a function, which computes something else",
             )
         return ()
 

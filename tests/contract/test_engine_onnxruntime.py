@@ -12,6 +12,7 @@ from onnx import TensorProto, helper, numpy_helper
 
 from enginesmith.pipeline.artifact import Artifact
 from enginesmith.pipeline.engines.base import BuildRequest
+from enginesmith.pipeline.engines.onnxruntime import session as sessions
 from enginesmith.pipeline.engines.onnxruntime.engine import OnnxRuntime
 from enginesmith.pipeline.engines.onnxruntime.session import Level
 from enginesmith.pipeline.engines.options import EngineOptions, OnnxRuntimeOptions
@@ -121,8 +122,9 @@ def test_what_it_does_not_support_is_said(tmp_path: Path, artifact: dict[str, st
 def test_an_older_opset_is_advised_where_it_has_a_form_with_a_kernel(tmp_path: Path) -> None:
     with pytest.raises(InvalidGraph, match=r"RandomUniformLike\(22\)") as caught:
         OnnxRuntime().load(model(tmp_path, "RandomUniformLike", 22), CPU)
-    assert "--opset 21, which has an older form of RandomUniformLike" in caught.value.remedy
+    assert "opset 21, which has an older form of RandomUniformLike" in caught.value.remedy
     OnnxRuntime().load(model(tmp_path, "RandomUniformLike", 21), CPU).close()
+    assert "opset" not in sessions._advise_older_opset("Could not find an implementation for Conv(22)"), "of float64"
 
 
 @pytest.mark.parametrize("content", [b"", b"not a model", None], ids=["empty", "text", "truncated"])

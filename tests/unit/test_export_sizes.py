@@ -1,5 +1,6 @@
 """Sizes for which an exported graph holds, and what is said where they are not all that were asked for."""
 
+import dataclasses
 import types
 from pathlib import Path
 from typing import Any
@@ -69,6 +70,14 @@ def test_a_size_that_only_the_example_has_is_no_fixed_one(tmp_path: Path) -> Non
         feed = torch.randn(3, 1, height, width)
         answer = evaluator.run_graph(tmp_path / edit.FILE, {"x": feed.numpy()})
         assert evaluator.largest_difference([model.module(feed)[0].numpy()], answer) < 1e-6
+
+
+def test_models_in_bfloat16_are_compared_too() -> None:
+    model = loaded(torch.nn.Identity(), {"x": torch.ones(2, 3)}, {"x": ("batch", 3)}, ["y:float32:batch,3"])
+    half = {"x": model.example["x"].to(torch.bfloat16)}
+    model = dataclasses.replace(model, example=half)
+    assert agreement.find_fault(model, half, lambda arrays: [arrays["x"]], {}) == ""
+    assert agreement.find_fault(model, half, lambda arrays: [2 * arrays["x"]], {}) == "wrong"
 
 
 def fail(*feeds: Any) -> Any:

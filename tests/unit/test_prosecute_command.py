@@ -383,6 +383,7 @@ def test_a_file_is_judged_by_the_precision_that_is_named(
     [
         ("float16", (), "fp16", True),
         ("int4", ("DequantizeLinear",), "int4", True),
+        ("int16", ("DequantizeLinear",), "int8", True),
         ("float8e4m3fn", ("DequantizeLinear",), "fp8", True),
         ("int8", ("DynamicQuantizeLinear",), "int8", False),
     ],

@@ -250,3 +250,14 @@ def test_a_choice_among_equal_numbers_is_called_that(changed: dict[str, Any], na
     issue = write_issue(finding, Evidence(model, feeds, right, found))
     assert issue.startswith(f"# ONNX Runtime 1.31.1: wrong result, {ties}\n") is bool(ties)
     assert find_ties(Evidence(model, feeds, right, None)) == ""
+
+
+def test_the_side_that_takes_the_first_of_equal_numbers_is_not_accused() -> None:
+    model = onnx.parser.parse_model(CHOOSING)
+    feeds = {"x": np.array([[5, 1, 5, 1], [2, 9, 2, 2]], np.float32)}
+    first = reduction.compute(model, feeds)
+    name = next(name for name, value in first.items() if value.dtype == np.int64)
+    later = {**first, name: np.where(first[name] == 0, 2, first[name])}
+    assert find_ties(Evidence(model, feeds, first, later))
+    assert find_ties(Evidence(model, feeds, later, first)) == ""
+    assert find_ties(Evidence(model, feeds, first, {**first, name: np.int64(0)})) == ""

@@ -73,6 +73,12 @@ def test_what_is_not_random_is_not_even_run(name: str, tmp_path: Path) -> None:
     assert not find_random_nodes(onnx.load(write(STEADY[name], tmp_path)))
 
 
+def test_what_lies_beside_the_file_is_not_looked_into(tmp_path: Path) -> None:
+    model = onnx.load(write(STEADY["not in training"], tmp_path))
+    onnx.save_model(model, tmp_path / "beside.onnx", save_as_external_data=True, size_threshold=0, location="w.bin")
+    load(tmp_path / "beside.onnx", tmp_path)
+
+
 def test_random_nodes_of_functions_are_found_where_these_are_called(tmp_path: Path) -> None:
     path = write(f"(float[N,3] x) => (float[N,3] y) {{y = local.twice (x)}} {FUNCTION}", tmp_path)
     with pytest.raises(SourceError, match="by 2 random nodes: RandomNormalLike "):

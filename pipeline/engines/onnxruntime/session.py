@@ -66,8 +66,8 @@ _WARM_CALLS = 2
 _NO_CAPTURE = -1
 _BEHIND_SIGNATURES = re.compile(r"[A-Z]+ failure \d+: .*?(?= ;|$)|Failed to allocate memory for .*")
 """Message of CUDA's libraries or of the arena, after paths and signatures of functions that it went through."""
-_OLDEST_EXPORT = 18
-"""The oldest opset that models are exported with."""
+_ONLY_OLDER = ("RoiAlign(22)", "RandomUniformLike(22)")
+"""Forms of operators that ONNX Runtime 1.31 has no kernel for in any type; it has some for the forms before."""
 _WITHOUT_GRAPHS = "run it without CUDA graphs: --cuda-graphs off"
 _WRONG_IN_HALF = ("WeightBiasQuantization",)
 """Optimizations that multiply two scales in their own type, and get next to nothing in float16."""
@@ -284,14 +284,11 @@ def _load_error(error: Exception, path: Path) -> EnginesmithError:
 
 
 def _advise_older_opset(text: str) -> str:
-    """Advise to export in the last opset of an older form of the operator that ONNX Runtime names, if there is one."""
-    import onnx
-
-    match = re.search(r"an implementation for (\w+)\((\d+)\)", text)
-    opset = int(match[2]) - 1 if match else 0
-    if match is None or opset < _OLDEST_EXPORT or not onnx.defs.has(match[1], opset, ""):
+    """Advise the last opset of an operator's older form, where ONNX Runtime has kernels for that alone."""
+    match = re.search(r"an implementation for ((\w+)\((\d+)\))", text)
+    if match is None or match[1] not in _ONLY_OLDER:
         return ""
-    return f"export the model with --opset {opset}, which has an older form of {match[1]}; or "
+    return f"export the model with opset {int(match[3]) - 1}, which has an older form of {match[2]}; or "
 
 
 def _find_module(path: Path, text: str) -> str:

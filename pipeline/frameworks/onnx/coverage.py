@@ -430,12 +430,12 @@ def find_precision(path: Path) -> str:
 
 
 def _inline_functions(model: "onnx.ModelProto") -> "onnx.ModelProto":
-    """Inline a model's functions; not where they call themselves, which is refused when the file is loaded."""
+    """Inline a model's functions; not where that fails, which is refused or noted when the file is loaded."""
     import onnx.inliner
 
     try:
         return onnx.inliner.inline_local_functions(model) if model.functions else model
-    except onnx.checker.ValidationError:
+    except (onnx.checker.ValidationError, RuntimeError):
         return model
 
 

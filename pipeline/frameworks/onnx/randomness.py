@@ -23,8 +23,14 @@ _DROPPING, _TRAINING = "Dropout", 2
 _RUNS = 8
 """Times that a graph is run again until it counts as steady: of few values, the same may be drawn twice."""
 _NAMED = 3
-_TAKE_OUT = "take out what is random: let the model answer probabilities, or give it random numbers as an input"
-_EVALUATE = "export the model in evaluation mode: call model.eval() before, and export without training=…"
+_TAKE_OUT = (
+    "take out what is random: let the model answer probabilities, or give it random numbers as an input; what an input "
+    "switches off has to be off by a constant"
+)
+_EVALUATE = (
+    "export the model in evaluation mode: call model.eval() before, and export without training=…; training_mode has "
+    "to be a constant"
+)
 
 
 def check_steady(path: Path, name: str, sizes: Mapping[str, int]) -> None:
@@ -91,12 +97,11 @@ def _may_drop(node: "onnx.NodeProto") -> bool:
 
 
 def _list_false(nodes: "Iterable[onnx.NodeProto]", weights: "Iterable[onnx.TensorProto]") -> Iterator[str]:
-    """List the constants that are false alone."""
+    """List the constants in the file itself that are false alone."""
     from onnx import TensorProto, numpy_helper
 
-    constants = [
-        (node.output[0], entry.t) for node in nodes if node.op_type == "Constant" for entry in node.attribute if entry.t
-    ]
+    constants = [(node.output[0], node.attribute[0].t) for node in nodes if node.op_type == "Constant"]
     for name, tensor in (*((tensor.name, tensor) for tensor in weights), *constants):
-        if tensor.data_type == TensorProto.BOOL and np.prod(tensor.dims) == 1 and not numpy_helper.to_array(tensor):
+        single = tensor.data_type == TensorProto.BOOL and np.prod(tensor.dims) == 1
+        if single and not model_file.is_external(tensor) and not numpy_helper.to_array(tensor):
             yield name

@@ -25,6 +25,7 @@ def check(path: Path, name: str = "", remedy: str = "export it again") -> None:
 
     Raises:
         InvalidGraph: says what is wrong with it.
+        ModelError: its sparse weights are too large.
     """
     import onnx
 
@@ -40,7 +41,7 @@ def check(path: Path, name: str = "", remedy: str = "export it again") -> None:
         raise InvalidGraph(f"{name} has no outputs", "name at least one output when the graph is exported")
     for tensor in model_file.tensors(model):
         if model_file.is_external(tensor):
-            _check_external(path, tensor)
+            _check_external(path, name, tensor)
     try:
         is_dense = not has_sparse_weights(model)
         onnx.checker.check_model(os.fspath(path), full_check=is_dense)
@@ -59,9 +60,9 @@ def check(path: Path, name: str = "", remedy: str = "export it again") -> None:
             raise InvalidGraph(f"the weight {weight!r} of {name} holds NaN", "train or convert the model again")
 
 
-def _check_external(path: Path, tensor: "onnx.TensorProto") -> None:
+def _check_external(path: Path, name: str, tensor: "onnx.TensorProto") -> None:
     location, offset, length = model_file.locate_external(tensor)
-    what = f"the weight {tensor.name!r} of {path} lies in {location!r}"
+    what = f"the weight {tensor.name!r} of {name} lies in {location!r}"
     if Path(location).is_absolute() or ".." in Path(location).parts:
         raise InvalidGraph(f"{what}, which is outside of the model's folder", "keep external data beside the model")
     parts = (path.parent / location, *(path.parent / folder for folder in Path(location).parents))

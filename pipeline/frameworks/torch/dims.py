@@ -26,8 +26,6 @@ _MOST_AXES, _MOST_TRIED = 3, 24
 """Dimensions of an input that may be the batch, and sets of them that are tried."""
 _LONG = 16
 """From this size on a shorter one is tried first, as it runs faster."""
-_FACTORS = (-1.0, 8.0, 0.0)
-"""Factors of the example's numbers that are tried, to see whether values decide on sizes."""
 _ROWS = "rows"
 """Name of the first dimension of inputs whose rows are no samples."""
 _SIDE = "side"
@@ -168,7 +166,7 @@ def resize_example(
         value = example[spec.name]
         for axis, size in enumerate(spec.resolve(sizes)):
             if value.shape[axis] != size:
-                value = value.index_select(axis, torch.arange(size) % value.shape[axis])
+                value = value.index_select(axis, torch.arange(size, device=value.device) % value.shape[axis])
         resized[spec.name] = value
     return resized
 
@@ -323,26 +321,17 @@ def _answers_first_alone(
 
 def _list_chosen_by_values(
     module: Forward, example: Mapping[str, Tensor], outputs: Mapping[str, Tensor]
-) -> set[tuple[str, int]]:
-    """List the outputs' dimensions that have other sizes for other values of the inputs: boxes that are found, say.
-
-    The example, and others like it, may have as many boxes as are kept at most; few or none may be left of negative,
-    large and zero inputs.
-    """
-    chosen = set[tuple[str, int]]()
-    floats = {name for name, value in example.items() if value.is_floating_point()}
-    trials = [{name: _change(value) if value.numel() else value for name, value in example.items()}]
-    for factor in _FACTORS if floats else ():
-        trials.append({name: value * factor if name in floats else value for name, value in example.items()})
-    for feeds in trials:
-        with contextlib.suppress(Exception), torch.inference_mode():  # whatever it raises, it does not take such values
-            chosen |= {
-                (name, axis)
-                for (name, value), other in zip(outputs.items(), module(*feeds.values()), strict=True)
-                for axis in range(value.ndim)
-                if value.ndim == other.ndim and value.shape[axis] != other.shape[axis]
-            }
-    return chosen
+) -> list[tuple[str, int]]:
+    """List the outputs' dimensions that have other sizes for other values of the inputs: boxes that are found, say."""
+    with contextlib.suppress(Exception), torch.inference_mode():  # whatever it raises, it does not take such values
+        others = module(*(_change(value) if value.numel() else value for value in example.values()))
+        return [
+            (name, axis)
+            for (name, value), other in zip(outputs.items(), others, strict=True)
+            for axis in range(value.ndim)
+            if value.ndim == other.ndim and value.shape[axis] != other.shape[axis]
+        ]
+    return []
 
 
 def _try_other_size(

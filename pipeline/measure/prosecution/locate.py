@@ -249,20 +249,20 @@ def find_ties(evidence: Evidence) -> str:
     answers = {name: np.asarray(value) for name, value in found.items()}
     if model is None or not answers.keys() >= expected.keys():
         return ""
+    names = [name for name in expected if not reduction.are_equal(answers[name], expected[name], evidence.tolerance)]
+    choices = {name: node for name in names if (node := _find_choice(model, name)) is not None}
+    if len(choices) < len(names) or not names:
+        return ""
     try:
         values = reduction.record_values(model, evidence.feeds)
     except EnginesmithError:
         return ""
-    operators = list[str]()
-    for name, wanted in expected.items():
-        if not reduction.are_equal(answers[name], wanted, evidence.tolerance):
-            node = _find_choice(model, name)
-            data = values.get(node.input[0]) if node else None
-            if node is None or data is None or not _are_tied(node, data, wanted, answers[name]):
-                return ""
-            operators.append(node.op_type)
-    names = " and ".join(dict.fromkeys(operators))
-    return f"{names} chose others among exactly equal numbers, of which ONNX takes the first" if operators else ""
+    for name, node in choices.items():
+        data = values.get(node.input[0])
+        if data is None or not _are_tied(node, data, expected[name], answers[name]):
+            return ""
+    operators = " and ".join(dict.fromkeys(node.op_type for node in choices.values()))
+    return f"{operators} chose others among exactly equal numbers, of which ONNX takes the first"
 
 
 def _find_choice(model: "onnx.ModelProto", name: str) -> "onnx.NodeProto | None":
@@ -277,20 +277,26 @@ def _find_choice(model: "onnx.ModelProto", name: str) -> "onnx.NodeProto | None"
 
 
 def _are_tied(node: "onnx.NodeProto", data: Array, wanted: Array, given: Array) -> bool:
-    """Tell whether both sides chose other numbers of the same values, none of them twice."""
+    """Tell whether both sides chose numbers of the same values, none of them twice, and the given side later ones.
+
+    Where the other side does not take the first of equal numbers, as ONNX does, the given one may be right.
+    """
     from onnx import helper
 
+    if wanted.shape != given.shape:
+        return False
     attributes = {entry.name: helper.get_attribute_value(entry) for entry in node.attribute}
     axis = attributes.get("axis", -1 if node.op_type == "TopK" else 0)
     places = [side.astype(np.int64) for side in (wanted, given)]
     if node.op_type != "TopK" and not attributes.get("keepdims", 1):
         places = [np.expand_dims(side, axis) for side in places]
     in_range = all(((side >= 0) & (side < data.shape[axis])).all() for side in places)
-    if wanted.shape != given.shape or not in_range or attributes.get("select_last_index", 0):
+    if not in_range or attributes.get("select_last_index", 0):
         return False
     ours, theirs = (np.take_along_axis(data, side, axis) for side in places)
     distinct = np.diff(np.sort(places[1], axis), axis=axis).all()
-    return bool(np.array_equal(ours, theirs) and distinct)
+    differing = wanted != given
+    return bool(np.array_equal(ours, theirs) and distinct and (wanted < given)[differing][0])
 
 
 def describe_software(engine: Engine) -> str:

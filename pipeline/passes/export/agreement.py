@@ -42,7 +42,7 @@ def find_fault(
     """
     import torch
 
-    arrays = {name: value.numpy() for name, value in feeds.items()}
+    arrays = {name: to_array(value) for name, value in feeds.items()}
     with torch.inference_mode():
         try:
             expected = _name_outputs(loaded, loaded.module(*feeds.values()))
@@ -61,7 +61,14 @@ def find_fault(
 
 
 def _name_outputs(loaded: "LoadedModel", values: "Sequence[Tensor]") -> dict[str, Array]:
-    return {spec.name: value.numpy() for spec, value in zip(loaded.signature.outputs, values, strict=True)}
+    return {spec.name: to_array(value) for spec, value in zip(loaded.signature.outputs, values, strict=True)}
+
+
+def to_array(value: "Tensor") -> Array:
+    """Copy a tensor of any device as numbers that numpy has: bfloat16 becomes float32."""
+    import torch
+
+    return (value.float() if value.dtype == torch.bfloat16 else value).cpu().numpy()
 
 
 def _agree(loaded: "LoadedModel", expected: Feeds, actual: Feeds, unordered: Unordered) -> bool:
@@ -78,7 +85,7 @@ def _perturb(loaded: "LoadedModel", feeds: Feeds, step: float, seed: int) -> dic
     from enginesmith.pipeline.frameworks.torch.rounding import answer_perturbed
 
     with torch.inference_mode():
-        inputs = [torch.from_numpy(value) for value in feeds.values()]
+        inputs = [torch.from_numpy(value).to(loaded.example[name]) for name, value in feeds.items()]
         return _name_outputs(loaded, answer) if (answer := answer_perturbed(loaded.module, inputs, step, seed)) else {}
 
 
@@ -146,4 +153,5 @@ def find_other_sizes(loaded: "LoadedModel") -> dict[str, int] | None:
     longer = {name: size + more for more, (name, size) in enumerate(sizes.items(), 1)}
     lengths = [name for name in sizes if name != BATCH]
     multiples = {**longer, **{name: times * sizes[name] for times, name in enumerate(lengths, 2)}}
-    return next((other for other in (longer, multiples) if runs(loaded, other)), None)
+    candidates = (longer, multiples) if lengths else (longer,)
+    return next((other for other in candidates if runs(loaded, other)), None)

@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from types import CodeType
 from typing import TYPE_CHECKING
 
-from enginesmith.pipeline.passes.export.agreement import Fault, find_fault
+from enginesmith.pipeline.passes.export.agreement import Fault, find_fault, to_array
 from enginesmith.pipeline.tensors import Array, Feeds, is_sum
 
 if TYPE_CHECKING:
@@ -90,13 +90,11 @@ def find_program_fault(program: "ExportedProgram", loaded: "LoadedModel", sizes:
     """Find out whether program and module answer differently at these sizes, or the program alone cannot answer."""
     from enginesmith.pipeline.frameworks.torch.dims import resize_example
 
-    def run(feeds: Feeds) -> list[Array]:
-        import torch
-
-        tensors = map(torch.from_numpy, feeds.values())
-        return [value.numpy() for value in program.module(check_guards=False)(*tensors)]
-
     feeds = resize_example(loaded.signature.inputs, loaded.example, sizes)
+
+    def run(_: Feeds) -> list[Array]:
+        return [to_array(value) for value in program.module(check_guards=False)(*feeds.values())]
+
     return find_fault(loaded, feeds, run, loaded.signature.unordered)
 
 

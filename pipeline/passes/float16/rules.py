@@ -278,7 +278,7 @@ def find_remedy(graph: "ir.Graph") -> str:
     others = (ir.DataType.DOUBLE, ir.DataType.FLOAT16, ir.DataType.BFLOAT16)
     if any(value is not None and value.dtype in others for node in products for value in node.inputs):
         return "export the model in float32"
-    if foreign := next((node for node in nodes if node.domain), None):
+    if foreign := next((node for node in nodes if node.domain and not node.domain.startswith("ai.onnx")), None):
         return f"give the graph in ONNX's own operators, as it was before {foreign.op_type} was put into it"
     return ""
 
