@@ -480,7 +480,7 @@ def _choose_tables(outputs: Sequence[TensorSpec], name: str | None) -> tuple[int
         forms = " or ".join(" and ".join(names[at] for at in reads) for reads in choices)
         raise UsageError(
             f"--append nms:{name}: boxes and scores may be {forms}",
-            "name the boxes, if they are an output of their own; or let the model return the outputs meant alone",
+            "let the model return the outputs that are meant, and no other ones in this form",
         )
     able = [names[reads[0]] for reads in (*pairs, *whole)]
     raise UsageError(

@@ -107,7 +107,7 @@ def test_the_script_refuses_indices_outside_of_a_table(ids: list[int], unsigned:
 
 
 def test_the_script_refuses_sizes_of_0_and_those_that_the_engine_fails_at() -> None:
-    """They raise ValueError, as other inputs that do not fit, and no error of the engine's own."""
+    """Such inputs raise ValueError, as others that do not fit, and no error of the engine's own."""
     script = runpy.run_path(str(OnnxRuntime.infer_script()))["Model"]
     model = script.__new__(script)
     inputs = [{"name": "ids", "dtype": "int64", "shape": ["batch", "length", "extra", 0]}]

@@ -94,9 +94,9 @@ def fix_weights(model: "ir.Model") -> None:
 
 
 def infer_shapes(model: "ir.Model", *, strict: bool = False) -> None:
-    """Infer types and shapes of all values, in place; nothing changes where onnx finds a contradiction.
+    """Infer types and shapes of all values, in place, as far as onnx finds them.
 
-    ``strict`` takes for one what else leaves a single value unknown.
+    Where it finds a contradiction, shapes stay as they are; ``strict`` counts what it cannot infer as one.
     """
     from onnx_ir.passes import common
 

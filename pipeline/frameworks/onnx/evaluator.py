@@ -75,12 +75,16 @@ def compare_graphs(before: Path, after: Path) -> None:
 
 
 def run_graph(model: Path | bytes, feeds: Feeds, outputs: Sequence[str] | None = None, threads: int = 0) -> list[Array]:
-    """Run a graph once; errors and the rest as of :func:`open_graph`."""
+    """Run a graph once, on the CPU.
+
+    Raises:
+        ModelError, MissingCapability: as :func:`open_graph` does.
+    """
     return open_graph(model, threads)(feeds, outputs)
 
 
 class RunGraph(Protocol):
-    """Answers feeds by a graph in one session."""
+    """The call that answers feeds by a graph, in one session."""
 
     def __call__(self, feeds: Feeds, outputs: Sequence[str] | None = None) -> list[Array]: ...
 
