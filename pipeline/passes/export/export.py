@@ -203,7 +203,7 @@ def _limit_opset(model: "ir.Model", opset: int) -> tuple[int, list[str]]:
     if not late:
         return opset, []
     limit = min(_LAST_OPSETS[name] for name in late)
-    return limit, [f"opset {limit}, not {opset}: ONNX Runtime has no kernel for its {' and '.join(late)}"]
+    return limit, [f"opset {limit}, not {opset}: not all engines have a kernel for its {' and '.join(late)}"]
 
 
 def _export_program(loaded: "LoadedModel", _: Path, opset: int, progress: Progress) -> tuple["ir.Model", list[str]]:
