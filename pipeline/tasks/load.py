@@ -191,7 +191,7 @@ class LoadOnnx(_FromSource):
         if distance > evaluator.TOLERANCE:
             raise ModelError(
                 f"{path} answers something else {flat}: the outputs differ by {distance:.1e} of their range",
-                f"{remedy}: what runs the file may have a kernel of its own for a function, which computes something else",
+                f"{remedy}: what runs the file may have a kernel of its own for a function, which differs from it",
             )
         return ()
 
