@@ -184,7 +184,7 @@ class Recover(ResumableTask):
         material = split_data(data, self.options.held_back, self.seed, place)
         material = dataclasses.replace(material, labeled=self._find_labeled(signature.outputs).name)
         fixed = None if samples.batch_symbol(signature) else samples.fixed_batch(signature)
-        threads = max(1, self.device.thread_count // size)
+        threads = max(1, torch.get_num_threads() // size)  # --threads is for sessions; no other step runs now
         work = Work(
             *(models, material, options, metric, self.seed, threads, size, meter, fixed, self.rates, self.batch_limits),
             total_seconds=self.options.seconds,

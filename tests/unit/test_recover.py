@@ -121,6 +121,15 @@ def test_the_same_steps_leave_the_same_files(pair: Pair, data: Path, tmp_path: P
         assert (tmp_path / "a" / file).read_bytes() == (tmp_path / "b" / file).read_bytes()
 
 
+def test_it_trains_on_all_cores_with_however_many_threads_sessions_have(pair: Pair, data: Path) -> None:
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    try:
+        assert task(data).prepare(pair, 0, 1).work.threads == 2
+    finally:
+        torch.set_num_threads(before)
+
+
 def test_labels_are_learnt_where_that_is_asked_for(pair: Pair, data: Path, tmp_path: Path) -> None:
     _, record = done(task(data, method="supervised", epochs=60), pair, tmp_path / "out")
     assert record.metric == "top1"
