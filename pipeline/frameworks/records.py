@@ -109,8 +109,8 @@ class PrunedGroup(BaseModel, frozen=True, extra="forbid"):
     kept: tuple[int, ...]
     """Indices of the units that stay, among those that there were before the step."""
     importance: str
-    width: int | None = None
-    """Channels of one unit: 1, or the width of a head; None in records of earlier versions."""
+    width: int
+    """Channels of one unit: 1, or the width of a head."""
 
 
 class PruningFacts(BaseModel, frozen=True, extra="forbid"):

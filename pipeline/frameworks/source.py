@@ -15,12 +15,10 @@
 
 import ast
 import difflib
-import itertools
 import json
 import os
 import re
 import zipfile
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal
 
@@ -29,7 +27,6 @@ from pydantic import BaseModel
 from enginesmith.models import MODELS
 from enginesmith.pipeline.artifact import file_digest, json_digest
 from enginesmith.pipeline.errors import SourceError, require_utf8
-from enginesmith.pipeline.tensors import Signature
 
 Form = Literal["zoo", "file", "module", "onnx", "pt2", "engine", "hf", "timm", "saved"]
 
@@ -232,37 +229,16 @@ def _is_torchscript(path: Path) -> bool:
     return "constants.pkl" in members and any(member.startswith("code/") for member in members)
 
 
-_SIGNATURE_FIELDS = ("inputs", "outputs", "returns", "unordered", "tables", "unsigned")
-"""Fields of a signature that take part in the digest of a model's content even where they are not set, in the order in
-which versions added them. A field that comes later takes part only where it is set, and is not named here."""
-_FIRST_FIELDS = 3
-"""Number of those that all versions had."""
+def content_digest(folder: Path) -> str:
+    """Compute the digest of a saved module's content: its tensors, its signature, and the files that it is built by.
 
-
-def content_digests(folder: Path) -> tuple[str, ...]:
-    """Compute the digest of a saved module's content, and those that earlier versions computed of the same content.
-
-    The content is its tensors, its signature, and the files that it is built by. Unlike the artifact's own digest, it
-    does not depend on where the files lie, nor on which packages were imported. Runs of all versions are compared by
-    it, so the first digest of a module must stay as it is. Empty for a folder without a saved module.
+    Unlike the artifact's own digest, it does not depend on where the files lie, nor on which packages were imported.
+    Empty for a folder without a saved module.
     """
     if not (folder / SAVED).is_file():
-        return ()
+        return ""
     record = json.loads((folder / SAVED).read_bytes())
     code = sorted(digest for _, digest in record["code"])
     tensors = [file_digest(path) for path in sorted(folder.glob("*.safetensors"))]
-    signatures, processing = _list_forms(record["signature"]), record.get("processing")
-    extensions = [[{**processing, "core": core}] for core in _list_forms(processing["core"])] if processing else []
-    return tuple(
-        json_digest([code, tensors, signature, record["output_names"], record["surgery"], *extension])
-        for signature, extension in itertools.zip_longest(signatures, extensions, fillvalue=())
-    )
-
-
-def _list_forms(fields: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """Describe a signature for a digest as this version does, and as the earlier ones did, which had fewer fields."""
-    signature = Signature.model_validate(fields)
-    values, values_set = (signature.model_dump(mode="json", exclude_defaults=short) for short in (False, True))
-    always = {name: values_set.get(name, values[name]) for name in _SIGNATURE_FIELDS}
-    earlier = range(len(_SIGNATURE_FIELDS) - 1, _FIRST_FIELDS - 1, -1)
-    return [values_set | always, *({name: always[name] for name in _SIGNATURE_FIELDS[:count]} for count in earlier)]
+    parts = (record[name] for name in ("signature", "output_names", "surgery", "processing"))
+    return json_digest([code, tensors, *parts])

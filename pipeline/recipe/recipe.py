@@ -59,40 +59,6 @@ class ModelOptions(Part):
     )
 
 
-RENAMED_FIELDS = {"quantisation": "quantization", "quantization.equalise": "equalize"}
-"""Fields that recipes of earlier versions spell otherwise, by dotted names, and what they are called now."""
-REMOVED_FIELDS: dict[str, Any] = {
-    "quantization.convert_io": False,
-    "prune_sensitivity": False,
-    "sparsifying.permute": False,
-}
-"""Fields that recipes of earlier versions have, with the default at which they asked for nothing.
-
-A run records all fields of its recipe. At the default, a run of the earlier version is continued as if the field had
-never been there. Whoever removes a field adds it here.
-"""
-
-
-def upgrade_recipe(values: Any) -> None:
-    """Rename and drop fields of a recipe of an earlier version, in place; anything but a mapping stays as it is."""
-    for name, new in RENAMED_FIELDS.items():
-        holder, field = _find_field(values, name)
-        if holder is not None:
-            holder.setdefault(new, holder.pop(field))
-    for name, default in REMOVED_FIELDS.items():
-        holder, field = _find_field(values, name)
-        if holder is not None and holder[field] == default:
-            del holder[field]
-
-
-def _find_field(values: Any, name: str) -> tuple[dict[str, Any] | None, str]:
-    """Find the mapping that has a field of this dotted name, and the field's own name; None if there is none."""
-    *above, field = name.split(".")
-    for key in above:
-        values = values.get(key) if isinstance(values, dict) else None
-    return values if isinstance(values, dict) and field in values else None, field
-
-
 class Recipe(EngineOptions, ModelOptions):
     """All that ``optimize`` is asked to do."""
 

@@ -45,15 +45,14 @@ def _format_left(before: int, after: int) -> str:
 def tabulate_groups(facts: PruningFacts, name: str = "", caption: str = "") -> Table:
     """List the channels or heads of each group of layers before and after pruning; rows add up to all channels."""
     rows = [(group.root, _name_unit(group), group.before, group.after) for group in facts.groups]
-    if all(group.width for group in facts.groups):
-        rest = facts.channels_before - sum(group.before * (group.width or 0) for group in facts.groups)
-        rows += [("all others", "channel", rest, rest)] if rest > 0 else []
+    rest = facts.channels_before - sum(group.before * group.width for group in facts.groups)
+    rows += [("all others", "channel", rest, rest)] if rest > 0 else []
     keys = ("group", "unit", "before", "after")
     return make_table(name, caption, (dict(zip(keys, map(str, row), strict=True)) for row in rows))
 
 
 def _name_unit(group: PrunedGroup) -> str:
-    return f"{group.unit} of {group.width} channels" if group.unit == "head" and group.width else group.unit
+    return f"{group.unit} of {group.width} channels" if group.unit == "head" else group.unit
 
 
 def _list_trained(run: Run) -> Iterator[tuple[str, Recovery]]:

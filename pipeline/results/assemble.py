@@ -14,7 +14,7 @@ from enginesmith.pipeline.errors import LATE, NO_TIME, NO_TIME_TO_MEASURE, StepC
 from enginesmith.pipeline.execution.events import Outcome, Outcomes
 from enginesmith.pipeline.frameworks import samples
 from enginesmith.pipeline.frameworks.records import Coverage
-from enginesmith.pipeline.frameworks.source import content_digests
+from enginesmith.pipeline.frameworks.source import content_digest
 from enginesmith.pipeline.measure.prosecution.finding import Prosecution
 from enginesmith.pipeline.measure.quality import Quality
 from enginesmith.pipeline.measure.roofline import floor
@@ -507,12 +507,10 @@ def _open_row_counts(spec: TensorSpec, signatures: Iterable[Signature]) -> Tenso
 def _model(recipe: Recipe, plan: Plan, outcomes: Outcomes) -> ModelRecord:
     model, reference = artifact_of(outcomes, LOAD), artifact_of(outcomes, REFERENCE)
     known = samples.read(reference.folder) if reference else None
-    contents = content_digests(model.folder) if model else ()
     return ModelRecord(
         source=recipe.model,
         sha256=model.sha256 if model else None,
-        content=next(iter(contents), ""),
-        earlier_contents=contents[1:],
+        content=content_digest(model.folder) if model else "",
         signature=_add_from_graph(model.signature, outcomes) if model and model.signature else None,
         data=known.data if known else None,
         parts=known.parts if known else {},

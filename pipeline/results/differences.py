@@ -9,7 +9,7 @@ from pydantic import BaseModel
 from enginesmith.pipeline.artifact import Artifact
 from enginesmith.pipeline.engines import ENGINES, engine_class, needs_cuda
 from enginesmith.pipeline.frameworks.samples import batch_symbol
-from enginesmith.pipeline.frameworks.source import content_digests
+from enginesmith.pipeline.frameworks.source import content_digest
 from enginesmith.pipeline.recipe import Recipe
 from enginesmith.pipeline.results.run import ModelRecord, Run
 
@@ -70,55 +70,24 @@ class ModelIdentity:
     """Identify a model as it is loaded now, to find out whether a run is of it."""
 
     sha256: str
-    contents: tuple[str, ...]
-    """Digests of its content, as :func:`content_digests` computes them."""
+    content: str
+    """Digest of its content, as :func:`content_digest` computes it."""
 
     @classmethod
     def of(cls, artifact: Artifact) -> "ModelIdentity":
         """Identify the model that the step for loading has left."""
-        return cls(artifact.sha256, content_digests(artifact.folder))
+        return cls(artifact.sha256, content_digest(artifact.folder))
 
     def matches(self, model: ModelRecord) -> bool:
-        """Tell whether a run's model has the same content, whatever version recorded it."""
-        return model.sha256 == self.sha256 or model.content in self.contents
+        """Tell whether a run's model is the same, or has the same content."""
+        return model.sha256 == self.sha256 or (bool(self.content) and model.content == self.content)
 
 
 def is_same_model(before: Run, after: Run) -> bool | None:
-    """Tell whether both runs loaded the same model; None where that is not known.
-
-    Runs without the model's digest, or of versions that computed it from other fields, had the same one where a graph
-    or an engine of both is the same, byte for byte.
-    """
-    old, other = before.model, after.model
-    if old.content and (old.content in _contents(other) or other.content in _contents(old)):
-        return True
-    if old.sha256 is not None and other.sha256 is not None:
-        if old.sha256 == other.sha256:
-            return True
-        if not old.content or _signature_fields(old) == _signature_fields(other):
-            return False
-    if (old.signature is None) != (other.signature is None):
-        return False
-    fields = _signature_fields(old) & _signature_fields(other)
-    if any(getattr(old.signature, name) != getattr(other.signature, name) for name in fields):
-        return False
-    earlier, later = (_digest_files(run) for run in (before, after))
-    return True if any(earlier[name] == later.get(name) for name in earlier) else None
-
-
-def _contents(model: ModelRecord) -> tuple[str, ...]:
-    return (model.content, *model.earlier_contents)
-
-
-def _signature_fields(model: ModelRecord) -> set[str]:
-    """List the fields that a signature had in the version that recorded it, and that its model's digests are of."""
-    return model.signature.model_fields_set if model.signature else set()
-
-
-def _digest_files(run: Run) -> dict[tuple[str, str], str]:
-    """Collect the digests of all variants' engines and graphs."""
-    files = {(record.id, kind): getattr(record, kind) for record in run.variants for kind in ("artifact", "graph")}
-    return {name: stored.sha256 for name, stored in files.items() if stored}
+    """Tell whether both runs loaded the same model; None where that is not known, as one of them loaded none."""
+    if before.model.sha256 is None or after.model.sha256 is None:
+        return None
+    return ModelIdentity(before.model.sha256, before.model.content).matches(after.model)
 
 
 def why_no_yardstick(before: Run, after: Run) -> str:

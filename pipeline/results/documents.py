@@ -33,12 +33,10 @@ def read(
     command: str,
     explain: Callable[[OSError], UsageError],
     again: str = "run optimize again",
-    upgrade: Callable[[Any], None] | None = None,
 ) -> tuple[Model, tuple[str, ...]]:
     """Read a document of a schema that ``command`` writes; also return the names of fields that it does not have.
 
     ``explain`` says what it means that the file cannot be read, and ``again`` how to get rid of a damaged one.
-    ``upgrade`` changes the values of an earlier version of the schema in place.
 
     Raises:
         UsageError: it cannot be read, is damaged, or of another schema; the message names the field.
@@ -46,8 +44,6 @@ def read(
     try:
         values = load(path)
         check_schema(path, values, schema, command)
-        if upgrade:
-            upgrade(values)
         return parse_known_fields(kind, values)
     except OSError as error:
         raise explain(error) from error

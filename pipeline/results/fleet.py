@@ -77,7 +77,7 @@ class EntryChange(BaseModel, frozen=True):
     """The variant that won then."""
     p50_ms: float | None = None
     cause: Literal["new", "run gone", "no run then", "no run now", "reused", "other machine"] | None = None
-    """Why nothing is compared; None where something is, and in older documents."""
+    """Why nothing is compared; None where something is."""
     note: str = ""
     """The sentence about that."""
     pair: Pair | None = None

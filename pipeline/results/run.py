@@ -32,7 +32,6 @@ from enginesmith.pipeline.measure.statistics import Interval
 from enginesmith.pipeline.passes.finetune.options import Recovery
 from enginesmith.pipeline.passes.quantize.precisions import Form
 from enginesmith.pipeline.recipe import Recipe
-from enginesmith.pipeline.recipe.recipe import upgrade_recipe
 from enginesmith.pipeline.results import documents
 from enginesmith.pipeline.system.device import Device
 from enginesmith.pipeline.tensors import Signature
@@ -293,8 +292,6 @@ class ModelRecord(BaseModel, frozen=True):
     """Digest of the model as it was loaded: its weights, signature and the code that it is built by."""
     content: str = ""
     """Digest of the same wherever its files lie, where it is a module."""
-    earlier_contents: tuple[str, ...] = ()
-    """Digests that earlier versions computed of the same content, by which their runs are found to be of it."""
     signature: Signature | None
     data: str | None
     """Data that fidelity and latency were measured on: a data set's name, or ``synthetic``."""
@@ -354,7 +351,7 @@ class Run(BaseModel, frozen=True, populate_by_name=True):
     """With the options of the workarounds."""
     workarounds: tuple[Workaround, ...] = ()
     device: Device | None = None
-    """The device that was named or chosen; None in older documents."""
+    """The device that was named or chosen."""
     environment: RunEnvironment
     limits: DeviceLimits | None = None
     """The best that the device can do; None if that was not measured."""
@@ -365,7 +362,7 @@ class Run(BaseModel, frozen=True, populate_by_name=True):
     winner: str | None
     winner_reason: str = ""
     no_winner: NoWinner | None = None
-    """Why there is no winner; None also in older documents."""
+    """Why there is no winner."""
     best_reference: BestReference | None = None
     """None where no variant was measured for comparison, or the winner has no latency."""
     pareto: tuple[str, ...]
@@ -463,12 +460,6 @@ def find_record(run: Run, name: str) -> VariantRecord:
     raise UsageError(f"the run has no variant {name!r}", remedy)
 
 
-def lacks_built_engine(run: Run, record: VariantRecord) -> bool:
-    """Tell whether a run keeps no engine of a variant that failed after it was built, as earlier versions did not."""
-    built = any(step.kind == "build" and step.variant == record.id and step.status == "done" for step in run.steps)
-    return built and record.status == "failed" and record.artifact is None
-
-
 def has_results(run: Run) -> bool:
     """Tell whether anything was built or measured, eager included."""
     return any(record.status in ("measured", "built") for record in run.records)
@@ -514,8 +505,7 @@ def read(folder: str | os.PathLike[str], *, to_go_on: bool = False) -> Run:
     """Read ``run.json`` of a run directory.
 
     Fields that this version does not know are left out, and the run's warnings name them. ``to_go_on`` is for doing
-    what the recipe asks for: then it has to be known as a whole. Options that were removed, and that the recipe does
-    not use, change nothing.
+    what the recipe asks for: then it has to be known as a whole.
 
     Raises:
         UsageError: there is none, or it is damaged, or of another schema; the message names the field.
@@ -531,7 +521,7 @@ def read(folder: str | os.PathLike[str], *, to_go_on: bool = False) -> Run:
         return UsageError(f"there is no run in {folder}: {error.strerror}", "give a folder that optimize wrote")
 
     again = "move it away with `optimize … --replace`: what is in the store is used again"
-    run, unknown = documents.read(Run, path, SCHEMA, "optimize", explain, again, _upgrade)
+    run, unknown = documents.read(Run, path, SCHEMA, "optimize", explain, again)
     if to_go_on:
         unknown_settings = [name for name in unknown if name.startswith("recipe.")]
         again = f"enginesmith optimize {run.recipe.model} … --out {path.parent} --replace"
@@ -541,11 +531,6 @@ def read(folder: str | os.PathLike[str], *, to_go_on: bool = False) -> Run:
     warning = f"run.json has fields that this version does not know and leaves out: {name_some(unknown, most)}"
     added = {name: [warning, *run.environment.get(name, ())] for name in ("warnings", "cautions")}
     return run.model_copy(update={"environment": run.environment | added})
-
-
-def _upgrade(values: Any) -> None:
-    if isinstance(values, dict):
-        upgrade_recipe(values.get("recipe"))
 
 
 def json_schema() -> dict[str, Any]:

@@ -4,7 +4,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from enginesmith.pipeline.artifact import has_content, has_files
-from enginesmith.pipeline.engines import engine_class, environment
+from enginesmith.pipeline.engines import environment
 from enginesmith.pipeline.errors import UsageError
 from enginesmith.pipeline.frameworks.source import Source
 from enginesmith.pipeline.measure.rows import SAMPLES, RaceRow
@@ -144,8 +144,6 @@ def has_all_results(run: Run, folder: Path) -> bool:
         row.failure and not (row.oom and row.oom.limit_bytes) for row in rows
     )
     built = [record for record in run.variants if record.artifact]
-    older = any(record.graph is None and engine_class(record.engine).loads_graph for record in built)
-    older = older or any(runs.lacks_built_engine(run, record) for record in run.variants)
     files = [artifact for record in built for artifact in (record.artifact, record.graph) if artifact]
     whole = all(has_files((folder / artifact.path).parent, artifact.sha256) for artifact in files)
     vectors = {record.test_vector for record in built if record.test_vector}
@@ -155,4 +153,4 @@ def has_all_results(run: Run, folder: Path) -> bool:
     cut = any(row.cut for row in rows) or any(record.tuning and record.tuning.cut for record in run.requested)
     cut = cut or any(record.prosecution and record.prosecution.cut for record in run.requested)
     again = runs.needs_another_race(run) or bool(runs.find_workarounds(run))
-    return run.complete and not (failed or older or late or cut or again) and whole
+    return run.complete and not (failed or late or cut or again) and whole

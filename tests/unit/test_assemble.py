@@ -1,8 +1,6 @@
 """From outcomes to the document, and run.json read back: older and newer versions, and what is damaged."""
 
-import functools
 import json
-import operator
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -33,7 +31,6 @@ from enginesmith.pipeline.planning.plan import LATENCY, LOAD, Plan, Step, StepRe
 from enginesmith.pipeline.planning.planner import plan
 from enginesmith.pipeline.planning.variants import resolve_recipe
 from enginesmith.pipeline.recipe import make
-from enginesmith.pipeline.recipe.recipe import REMOVED_FIELDS, RENAMED_FIELDS
 from enginesmith.pipeline.report import sentences
 from enginesmith.pipeline.results import run as runs
 from enginesmith.pipeline.results.assemble import End, Header, assemble, explain_end, find_engine
@@ -423,38 +420,6 @@ def test_a_recipe_that_is_not_known_as_a_whole_is_not_gone_on_with(tmp_path: Pat
     with pytest.raises(UsageError, match=r"does not have: recipe\.color\n.*optimize digits … .*--replace"):
         read(tmp_path, lambda found: found["recipe"].update(color="red"), to_go_on=True)
     assert read(tmp_path, lambda found: found.update(mood="good"), to_go_on=True).name == "demo"
-
-
-def test_an_option_that_was_removed_is_refused_only_where_it_was_used(tmp_path: Path) -> None:
-    def use(value: bool) -> Callable[[Values], None]:
-        return lambda found: found["recipe"]["quantization"].update(convert_io=value)
-
-    assert read(tmp_path, use(False), to_go_on=True) == read(tmp_path)
-    assert read(tmp_path, lambda found: found["recipe"].pop("quantization"), to_go_on=True).name == "demo"
-    with pytest.raises(UsageError, match=r"does not have: recipe\.quantization\.convert_io"):
-        read(tmp_path, use(True), to_go_on=True)
-    assert "convert_io" in read(tmp_path, use(True)).environment["warnings"][0]
-
-
-def test_fields_that_were_renamed_are_read_and_gone_on_with(tmp_path: Path) -> None:
-    def spell_as_before(found: Values) -> None:
-        options = found["recipe"].pop("quantization")
-        del options["equalize"]
-        found["recipe"]["quantisation"] = options | {"equalise": True}
-
-    def write_now(found: Values) -> None:
-        found["recipe"]["quantization"]["equalize"] = True
-
-    assert read(tmp_path, spell_as_before, to_go_on=True) == read(tmp_path, write_now)
-
-
-def test_fields_that_were_removed_or_renamed_are_not_in_recipes() -> None:
-    recipe = make({"model": "digits"}).model_dump()
-    assert not RENAMED_FIELDS.keys() & recipe.keys()
-    assert not any(name.rpartition(".")[2] in recipe["quantization"] for name in RENAMED_FIELDS)
-    for name in REMOVED_FIELDS:
-        *above, last = name.split(".")
-        assert last not in functools.reduce(operator.getitem, above, recipe)
 
 
 def test_fields_that_were_not_there_yet_have_their_defaults(tmp_path: Path) -> None:

@@ -27,7 +27,6 @@ from enginesmith.pipeline.results import remeasure
 from enginesmith.pipeline.results import run as runs
 from enginesmith.pipeline.results.package import manifest, verify
 from enginesmith.pipeline.results.package.package import package
-from enginesmith.pipeline.results.run import StepRecord
 from enginesmith.pipeline.workflows import load as loading
 from enginesmith.pipeline.workflows.inspect import inspect
 from packaged_runs import ExampleRun
@@ -383,13 +382,6 @@ def test_runs_and_bundles_are_loaded_into_a_program(made: ExampleRun, tmp_path: 
     with (
         pytest.warns(UserWarning, match="it failed"),
         pytest.raises(UsageError, match=r"wrong has no engine: other answers\n(?s:.*)name another variant"),
-    ):
-        load(folder, "wrong")
-    build = {"id": "b", "kind": "build", "variant": "wrong", "status": "done", "effect": "", "cached": False}
-    made.write(steps=(StepRecord.model_validate({**build, "seconds": 1}),))
-    with (
-        pytest.warns(UserWarning, match="it failed"),
-        pytest.raises(UsageError, match=r"keeps no engine of wrong, as it was made before(?s:.*)resume .*run` adds it"),
     ):
         load(folder, "wrong")
     with (

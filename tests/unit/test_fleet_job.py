@@ -63,7 +63,7 @@ class Jobs:
 
     def identify_models(self, asked: Sequence[RunRequest], settings: Any = None) -> dict[str, ModelIdentity]:
         digests = {one.name: self.models.get(one.recipe.model, f"of {one.recipe.model}") for one in asked}
-        return {name: ModelIdentity(sha256, ("content",)) for name, sha256 in digests.items() if sha256}
+        return {name: ModelIdentity(sha256, "content") for name, sha256 in digests.items() if sha256}
 
 
 @pytest.fixture

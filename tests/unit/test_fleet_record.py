@@ -158,7 +158,7 @@ def test_what_single_runs_call_options_is_told_as_fields(tmp_path: Path) -> None
     assert fleets.entry(one, tmp_path, fleets.ERRORS[0]).remedy == "start one"
 
 
-STATE = State(ModelIdentity("of digits", ("content of digits",)), {"data.npz": "d"}, {"torch": "2.11"})
+STATE = State(ModelIdentity("of digits", "content of digits"), {"data.npz": "d"}, {"torch": "2.11"})
 
 
 @pytest.fixture
@@ -266,9 +266,9 @@ def test_the_last_fleet_is_the_newest_of_its_name(asked: Entry, tmp_path: Path) 
     [
         ({"recipe": {"batch": [4]}}, "its recipe changed: batch"),
         ({"targets": {"cpu": {"resources": {"big": 1}}}}, "its target changed"),
-        ({"state": replace(STATE, model=ModelIdentity("another", ("of another",)))}, "its model changed"),
+        ({"state": replace(STATE, model=ModelIdentity("another", "of another"))}, "its model changed"),
         (
-            {"state": replace(STATE, model=ModelIdentity("another", ("new", "content of digits")))},
+            {"state": replace(STATE, model=ModelIdentity("another", "content of digits"))},
             "its model is loaded otherwise, as by another version of enginesmith",
         ),
         ({"state": replace(STATE, model=None)}, "its model cannot be loaded"),

@@ -61,8 +61,6 @@ def test_rows_of_groups_add_up_to_all_channels() -> None:
         ("query", "head of 8 channels", "4", "3"),
         ("all others", "channel", "16", "16"),
     )
-    earlier = facts.model_copy(update={"groups": (heads.model_copy(update={"width": None}),)})
-    assert training_tables.tabulate_groups(earlier).rows == (("query", "head", "4", "3"),)
 
 
 def test_a_run_with_it_can_be_read_again(tmp_path: Path) -> None:

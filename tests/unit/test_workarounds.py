@@ -163,16 +163,6 @@ def test_what_was_dropped_for_a_variant_that_is_wrong_is_tried_after_all(tmp_pat
     assert request_again(request, nobody, spent=1.0) is None
 
 
-@pytest.mark.parametrize(("made", "finished"), [("build", False), ("search", True)])
-def test_a_run_that_lacks_the_engine_of_a_failed_variant_is_not_finished(
-    tmp_path: Path, made: str, finished: bool
-) -> None:
-    step = StepRecord(id=f"{made}-a", kind=made, variant="a", status="done", cached=False, seconds=1, effect="")
-    run = run_of(variant("a", status="failed", artifact=None))
-    run = run.model_copy(update={"steps": (step,), "environment": environment().model_dump(mode="json")})
-    assert is_finished(run, tmp_path) is finished
-
-
 def test_a_search_that_no_time_was_left_for_is_not_finished(tmp_path: Path) -> None:
     for untried in (False, True):
         run = run_of(variant("a", artifact=None), variant("b", status="skipped", untried=untried, artifact=None))

@@ -119,7 +119,7 @@ def _check_packagable(folder: Path, run: Run, record: VariantRecord) -> None:
     require_engine(folder, run, record)
     if (engine_class(record.engine).loads_graph and record.graph is None) or record.test_vector is None:
         raise UsageError(
-            f"the run keeps no graph or test vector of {record.id}: it was made before runs kept them",
+            f"the run keeps no graph or test vector of {record.id}",
             f"`enginesmith resume {folder}` adds them, and does nothing else again that the store still has",
         )
     if run.model.signature is None:
@@ -135,9 +135,6 @@ def require_engine(folder: Path, run: Run, record: VariantRecord) -> StoredArtif
         message = f"the run keeps no engine of {record.id}, which was not measured in full: {record.dropped}"
         alone = f"--engine {record.engine} --precision {record.precision}"
         raise UsageError(message, f"make it in a run of its own: {alone}, with another --out")
-    if runs.lacks_built_engine(run, record):
-        message = f"the run keeps no engine of {record.id}, as it was made before runs kept those of failed variants"
-        raise UsageError(message, f"`enginesmith resume {folder}` adds it, and makes again what the store has no more")
     if record.artifact is None:
         why = record.reason or record.status
         again = f"`enginesmith resume {folder}` does what is missing"
