@@ -241,7 +241,6 @@ def test_masks_do_not_become_infinite(tmp_path: Path) -> None:
     x = weights(1, 2, 4, 8)
     low, path = hold(tmp_path, parsed(ATTENTION, **ATTENTION_WEIGHTS), {"x": x, "seen": seen})
     assert np.isfinite(run(path, x=x, seen=np.zeros_like(seen))["y"]).all()
-    assert low.clips == ("m_fp16_clipped",)
     assert "y" in low.nodes
     assert "m" in low.kept
     assert operators(path).count("Clip") == 1
@@ -255,8 +254,8 @@ def test_a_mask_among_the_weights_is_brought_into_the_range(tmp_path: Path) -> N
     text = ATTENTION.replace(", bool[1,1,4,4] seen", "").replace("m = Where(seen, zero, lowest)", "")
     mask = np.triu(np.full((1, 1, 4, 4), -np.inf, np.float32), 1)
     model = parsed(text, m=mask, **{name: ATTENTION_WEIGHTS[name] for name in "wv"})
-    low, path = hold(tmp_path, model, {"x": weights(1, 2, 4, 8)})
-    assert not low.clips
+    _, path = hold(tmp_path, model, {"x": weights(1, 2, 4, 8)})
+    assert "Clip" not in operators(path)
     content = ir.load(path).graph.initializers["m"].const_value
     assert content.numpy().min() == -65504 / 2
 

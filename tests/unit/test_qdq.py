@@ -323,7 +323,7 @@ def test_graphs_as_exporters_leave_them() -> None:
     known = ranges(parse_graph("net (float[1, 2] x) => (float[1, 2] a, float[1, 2] b) { a = Relu(x) b = Relu(x) }"))
     model = ir.from_proto(proto)
     found = quantize(model, known, GPU)
-    assert [group.weight for group in found.done] == ["w", "v", "w"]
+    assert [group.activations for group in found.done] == [("x",), ("a",), ("b",)]
     assert [value.name for value in model.graph.inputs] == ["x"]
     onnx.checker.check_model(ir.to_proto(model), full_check=True)
 

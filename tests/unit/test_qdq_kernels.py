@@ -169,7 +169,7 @@ def test_what_a_branch_does_with_a_product_is_no_part_of_it(read: str) -> None:
         return parse_graph(text, w=random(8, 4), b=random(4), z=random(1, 4), c=np.array(True))
 
     model, found = make_quantized(make, RUNNABLE)
-    assert [group.bias for group in found.done] == [None]
+    assert [group.activations for group in found.done] == [("x",)]
     assert not add_to_bias(find_node(model, "g"), np.ones(4))
     assert keep_clamps_apart(model) == 0
     run_model(model, feeds(model))

@@ -55,10 +55,10 @@ def test_what_a_group_is() -> None:
     )
     model.graph[0].metadata_props[MODULE_KEY] = "features.0"
     found = layers.find_groups(model)
-    assert [(g.operator, g.activations, g.weight, g.bias, g.output, g.parameters) for g in found] == [
-        ("Conv", ("x",), "w", "b", "c", 108),
-        ("MatMul", ("f",), "v", "bias", "m", 864),
-        ("Gemm", ("a",), "u", "d", "y", 30),
+    assert [(g.operator, g.activations, g.output, g.parameters) for g in found] == [
+        ("Conv", ("x",), "c", 108),
+        ("MatMul", ("f",), "m", 864),
+        ("Gemm", ("a",), "y", 30),
     ]
     assert [g.module for g in found] == ["features.0", "", ""]
     assert not any(g.reason for g in found)
@@ -85,7 +85,7 @@ def test_why_there_is_no_quantized_form(body: str, reason: str) -> None:
 def test_a_weight_that_can_be_fed_is_none() -> None:
     model = parse_graph("net (float[4, 4] x, float[4, 4] w) => (float[4, 4] y) { y = MatMul(x, w) }", w=ones(4, 4))
     (group,) = layers.find_groups(model)
-    assert group.weight is None
+    assert group.activations == ("x", "w")
     assert group.reason
 
 
@@ -94,7 +94,7 @@ def test_a_constant_node_is_a_weight() -> None:
         "net (float[1, 2] x) => (float[1, 1] y) { w = Constant <value = float[2, 1] {1, 2}> () y = MatMul(x, w) }"
     )
     (group,) = layers.find_groups(model)
-    assert (group.weight, group.parameters, group.reason) == ("w", 2, "")
+    assert (group.activations, group.parameters, group.reason) == (("x",), 2, "")
 
 
 def test_recurrent_weights_count_and_have_a_reason() -> None:
@@ -114,7 +114,7 @@ def test_an_add_that_others_feed_too_is_no_bias() -> None:
         w=ones(4, 4),
         b=ones(4),
     )
-    assert layers.find_groups(model)[0].bias is None
+    assert not add_to_bias(model.graph[0], np.ones(4))
 
 
 def test_nodes_get_names_of_their_own_and_the_same_each_time() -> None:
@@ -344,10 +344,8 @@ QUANTIZED = """net (float[n, 4] x) => (float[n, 3] y) <float[4, 4] a, int8[4, 3]
    r_q = QuantizeLinear(r, r_s, zero)  r_d = DequantizeLinear(r_q, r_s, zero)
    b_d = DequantizeLinear(b_q, b_s)  y = MatMul(r_d, b_d) }"""
 GROUPS = tuple(
-    QuantizableOp(
-        name=name, module="", operator="MatMul", activations=(x,), weight=w, bias=None, output=y, parameters=0
-    )
-    for name, x, w, y in (("first", "x", "a", "h"), ("second", "r", "b", "y"))
+    QuantizableOp(name=name, module="", operator="MatMul", activations=(x,), output=y, parameters=0)
+    for name, x, y in (("first", "x", "h"), ("second", "r", "y"))
 )
 
 
@@ -390,9 +388,7 @@ def test_the_error_of_a_convolution_is_added_up_by_its_channels(tmp_path: Path) 
     for model in (floating, quantized):
         for index, node in enumerate(model.graph):
             node.name = f"node_{index}"
-    group = QuantizableOp(
-        name="conv", module="", operator="Conv", activations=("x",), weight="w", bias=None, output="y", parameters=0
-    )
+    group = QuantizableOp(name="conv", module="", operator="Conv", activations=("x",), output="y", parameters=0)
     assert add_layerwise_error(floating, quantized, (group,)) == (group,)
     ir.save(floating, tmp_path / "joint.onnx")
     x = rng.standard_normal((5, 2, 4, 4)).astype(np.float32)

@@ -50,8 +50,6 @@ class Lowered:
     """Nodes that stayed in float32, and why."""
     casts: tuple[str, ...]
     """Cast nodes that were put in."""
-    clips: tuple[str, ...]
-    """Clip nodes that were put in before the cast of an attention mask, whose lowest number would become infinite."""
     remedy: str
     """Advice where no node is in the low type; empty where some are."""
 
@@ -81,13 +79,13 @@ def lower(
     retyper = _Retyper(model.graph, Judged({node: judged.slots[node] for node in order}), target)
     retyper.run()
     names = tuple(node.name or "" for node in order if node.graph is not None)
-    return Lowered(dtype, names, reasons, tuple(retyper.casts), tuple(retyper.clips), remedy)
+    return Lowered(dtype, names, reasons, tuple(retyper.casts), remedy)
 
 
-def is_lowerable(model: "ir.Model", dtype: Half) -> bool:
-    """Tell whether a product of a graph can be in a low type; the graph is prepared for that, and not lowered."""
+def is_lowerable(model: "ir.Model") -> bool:
+    """Tell whether a product of a graph can be in float16; the graph is prepared for that, and not lowered."""
     _prepare(model)
-    return bool(judge(model.graph, model.opset_imports.get("", 1), _find_type(dtype).name.lower(), (), _NOTHING).low)
+    return bool(judge(model.graph, model.opset_imports.get("", 1), "float16", (), _NOTHING).low)
 
 
 def _find_remedy(graph: "ir.Graph", opset: int, dtype: str) -> str:
@@ -171,7 +169,6 @@ class _Retyper:
         self._names = Names(graph)
         self._first = next(iter(graph), None)
         self.casts: list[str] = []
-        self.clips: list[str] = []
 
     def run(self) -> None:
         """Convert everything."""
@@ -241,15 +238,13 @@ class _Retyper:
         return nodes[-1].outputs[0]
 
     def _clip(self, value: "ir.Value", name: str) -> "ir.Node":
-        """Clip a mask to the range of the type that it is cast to."""
+        """Clip a mask to the range of the type that it is cast to, where its lowest number would become infinite."""
         limit = _find_largest(self._dtype) / 2
         bounds = []
         for word, number in (("low", -limit), ("high", limit)):
             content = np.array(number, np.float32)
             bounds.append(add_constant(self._graph, self._names.new(f"{name}_{word}"), content))
-        clip = new_node("Clip", [value, *bounds], {}, self._names.new(f"{name}_clipped"), ir.DataType.FLOAT, value)
-        self.clips.append(clip.name or "")
-        return clip
+        return new_node("Clip", [value, *bounds], {}, self._names.new(f"{name}_clipped"), ir.DataType.FLOAT, value)
 
     def _change_attributes(self, node: "ir.Node") -> None:
         """Change the types that attributes name, of what the node makes."""

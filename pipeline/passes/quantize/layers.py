@@ -49,10 +49,6 @@ class QuantizableOp:
     operator: str
     activations: tuple[str, ...]
     """Names of the values that it reads and that are no weights."""
-    weight: str | None
-    """Name of the constant that it is multiplied by; None for a product of two activations."""
-    bias: str | None
-    """Name of the constant that is added: by the operator itself, or by an Add that nothing but it feeds."""
     output: str
     """Name of the first value that the node makes and that has one; empty where none has."""
     parameters: int
@@ -176,8 +172,6 @@ def _describe_group(node: "ir.Node") -> QuantizableOp:
         module=node.metadata_props.get(MODULE_KEY, ""),
         operator=node.op_type,
         activations=tuple(str(value.name) for value in others if value.name),
-        weight=next((str(value.name) for value in weights), None),
-        bias=None if bias is None else str(bias.name),
         output=next((value.name for value in node.outputs if value.name), ""),
         parameters=sum(content.size for content in weights.values()),
         reason=_explain_group(node),
@@ -304,5 +298,5 @@ def require_products(
             reasons.add(f"{node.op_type}: bodies of branches and loops are left as they are")
     what = f"has no product that can be in {precision}"
     what += f" ({'; '.join(sorted(reasons)[:_SHOWN])})" if reasons else ""
-    remedy = "use fp16 or fp32" if is_lowerable(model, "fp16") else find_remedy(model.graph) or "use fp32"
+    remedy = "use fp16 or fp32" if is_lowerable(model) else find_remedy(model.graph) or "use fp32"
     raise NothingToQuantize(f"the graph {what}; {', '.join(operators)} with a constant float32 weight can", remedy)

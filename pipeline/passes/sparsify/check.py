@@ -47,7 +47,6 @@ class StoredWeight:
 
     name: str
     """Name of the initializer."""
-    operator: str
     node: str
     output: str
     """The value that the product makes."""
@@ -72,7 +71,7 @@ def _weight(node: "ir.Node") -> StoredWeight | None:
     walked = _walk(value, 1 if outputs_first else -2, zero, 0 if outputs_first else -1)
     if walked is None:
         return None
-    names = str(walked.value.name), node.op_type, str(node.name or ""), str(node.outputs[0].name)
+    names = str(walked.value.name), str(node.name or ""), str(node.outputs[0].name)
     return StoredWeight(*names, walked.nonzero)
 
 
@@ -144,8 +143,6 @@ class WeightFacts:
     """The zeros of one product's weight."""
 
     name: str
-    operator: str
-    node: str
     elements: int
     zeros: int
     two_of_four: bool
@@ -178,8 +175,8 @@ def sparse_weights(path: Path) -> tuple[WeightFacts, ...]:
     facts = []
     for weight in _distinct(path):
         nonzero = weight.nonzero()
-        zeros, pattern = int(nonzero.size - np.count_nonzero(nonzero)), sparsify.holds(nonzero, 1)
-        facts.append(WeightFacts(weight.name, weight.operator, weight.node, int(nonzero.size), zeros, pattern))
+        zeros, pattern = int(nonzero.size - np.count_nonzero(nonzero)), sparsify.holds(nonzero)
+        facts.append(WeightFacts(weight.name, int(nonzero.size), zeros, pattern))
     return tuple(facts)
 
 
@@ -201,7 +198,7 @@ def follow(before: Path, after: Path) -> Followed:
     names: dict[str, list[str]] = {"held": [], "lost": [], "missing": []}
     for weight in _distinct(before):
         nonzero = weight.nonzero()
-        if nonzero.size and sparsify.holds(nonzero, 1):
+        if nonzero.size and sparsify.holds(nonzero):
             names[_find_state(weight, nonzero, later)].append(weight.name)
     return Followed(*map(tuple, names.values()))
 
@@ -213,7 +210,7 @@ def _find_state(weight: StoredWeight, nonzero: Array, later: Sequence[StoredWeig
         if named or (weight.node and other.node == weight.node):
             rows = other.nonzero()
             if rows.shape[1] == nonzero.shape[1]:
-                return "held" if sparsify.holds(rows, 1) else "lost"
+                return "held" if sparsify.holds(rows) else "lost"
     if nonzero.size - np.count_nonzero(nonzero) < _ENOUGH_ZEROS:
         return "missing"
     return "held" if any(_contains(other.nonzero(), nonzero) for other in later) else "missing"

@@ -95,16 +95,15 @@ def two_of_four(weight: Array, axis: int) -> Array:
     return np.moveaxis(mask, -1, axis)
 
 
-def holds(nonzero: Array, axis: int) -> bool:
-    """Tell whether no four neighbors along an axis have more than two that are not zero.
+def holds(nonzero: Array) -> bool:
+    """Tell whether no four neighbors along the last axis have more than two that are not zero.
 
     This is TensorRT's own test for eligible weights (developer guide, "Structured Sparsity"), which lengths that are
     no multiple of four fail.
     """
-    if nonzero.shape[axis] % GROUP:
+    if nonzero.shape[-1] % GROUP:
         return False
-    groups = np.ascontiguousarray(np.moveaxis(nonzero, axis, -1)).reshape(-1, GROUP)
-    return bool((groups.sum(axis=1, dtype=np.int8) <= KEPT).all())
+    return bool((nonzero.reshape(-1, GROUP).sum(axis=1, dtype=np.int8) <= KEPT).all())
 
 
 @dataclass(frozen=True)
