@@ -2,14 +2,17 @@
 
 import math
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, Field
 from pydantic_core import PydanticCustomError
 
 from enginesmith.pipeline.errors import UsageError
+
+Key = TypeVar("Key")
+Value = TypeVar("Value")
 
 _BYTES = {
     "": 1,
@@ -107,6 +110,14 @@ def name_some(names: Sequence[str], most: int, link: str = ", ") -> str:
     """Join names, of which those beyond ``most`` are only counted."""
     more = f" and {len(names) - most} more" if len(names) > most else ""
     return link.join(names[:most]) + more
+
+
+def group_values(pairs: Iterable[tuple[Key, Value]]) -> dict[Key, list[Value]]:
+    """Collect the values of each key: names by the reason that they share, say; keys and values keep their order."""
+    groups: dict[Key, list[Value]] = {}
+    for key, value in pairs:
+        groups.setdefault(key, []).append(value)
+    return groups
 
 
 def shorten(text: str, longest: int = 400) -> str:

@@ -5,14 +5,14 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, Self
+from typing import TYPE_CHECKING, Any, ClassVar, NoReturn, Self
 
 from pydantic import BaseModel
 
 from enginesmith.pipeline.artifact import Artifact, Effect, Kind
 from enginesmith.pipeline.engines.profiling import Profiled, ProfileRequest
 from enginesmith.pipeline.engines.triton import TritonBackend
-from enginesmith.pipeline.errors import MissingCapability
+from enginesmith.pipeline.errors import MissingCapability, UsageError
 from enginesmith.pipeline.passes.quantize.precisions import Placement, Quantizer
 from enginesmith.pipeline.system.device import DEVICE_KINDS, Availability, Device
 from enginesmith.pipeline.tensors import Array, Feeds, ShapeRange, Signature
@@ -31,6 +31,11 @@ UNKNOWN_OPERATOR = (
 """Remedy where an engine's package does not know an operator, or not in this form."""
 TUNING = "tuning.json"
 """File beside an engine that says with which options it was measured to be the fastest."""
+
+
+def refuse_closed(*_: Any) -> NoReturn:
+    """Stand for what a session ran, once it is closed; raises UsageError."""
+    raise UsageError("the session is closed")
 
 
 class Session(ABC):

@@ -20,7 +20,7 @@ from enginesmith.pipeline.frameworks.records import explain_missing
 from enginesmith.pipeline.measure.rows import ROOT, Profile, ProfileRow
 from enginesmith.pipeline.system.worker import Progress, run
 from enginesmith.pipeline.tensors import Feeds
-from enginesmith.pipeline.units import name_some
+from enginesmith.pipeline.units import group_values, name_some
 
 _LIMIT_SECONDS = 900.0
 _GAP = 0.1
@@ -217,9 +217,7 @@ def merge_layers(rows: Sequence[JoinedRow]) -> tuple[JoinedRow, ...]:
 
     Reasons stay that hold for every row: in a single one it may be the machine's noise.
     """
-    alike: dict[str, list[JoinedRow]] = {}
-    for row in rows:
-        alike.setdefault(_NUMBER.sub("*", row.module) if row.modules else row.module, []).append(row)
+    alike = group_values((_NUMBER.sub("*", row.module) if row.modules else row.module, row) for row in rows)
     merged: list[JoinedRow] = []
     for name, group in alike.items():
         if len(group) == 1:
@@ -333,9 +331,7 @@ def format_cells(profiles: Sequence[Profile], most: int = 30) -> list[tuple[str,
 
 
 def _format_row(row: JoinedRow) -> tuple[str, ...]:
-    by_text: dict[str, list[str]] = {}
-    for variant, text in row.why.items():
-        by_text.setdefault(text, []).append(variant)
+    by_text = group_values((text, variant) for variant, text in row.why.items())
     why = "; ".join(f"{', '.join(variants)}: {text}" for text, variants in by_text.items())
     times = ("–" if ms is None else f"{ms:.3g}" if ms < 1000 else f"{ms:.0f}" for ms in row.ms.values())
     ratios = ("–" if ratio is None else f"{ratio:.2f}×" for ratio in list(row.ratio.values())[1:])

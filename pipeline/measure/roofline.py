@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from enginesmith.pipeline.frameworks.onnx import coverage, model_file
 from enginesmith.pipeline.frameworks.onnx.shapes import View, value_bytes, view
 from enginesmith.pipeline.measure.rows import Bound, DeviceLimits, LimitRow, Work
-from enginesmith.pipeline.units import format_share, format_si
+from enginesmith.pipeline.units import format_share, format_si, group_values
 
 if TYPE_CHECKING:
     import onnx
@@ -189,10 +189,7 @@ def count_work(path: Path, sizes: Mapping[str, int], batch: int, *, executed: bo
 def _count_least_bytes(path: Path, graph: View, float32_as: str) -> tuple[int, list[str]]:
     """Add up bytes of weights and inputs as far as they are read, and of outputs; name those of unknown size."""
     signature = model_file.signature(path)
-    readers: dict[str, list[onnx.NodeProto]] = {}
-    for node in graph.nodes.values():
-        for name in dict.fromkeys(node.input):
-            readers.setdefault(name, []).append(node)
+    readers = group_values((name, node) for node in graph.nodes.values() for name in dict.fromkeys(node.input))
     total, unknown = 0, []
     for name in sorted({spec.name for spec in signature.inputs} | graph.constants):
         value = graph.value(name)

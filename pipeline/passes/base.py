@@ -12,7 +12,7 @@ from enginesmith.calibration.ranges import Method
 from enginesmith.pipeline.artifact import Artifact, Effect, Kind
 from enginesmith.pipeline.frameworks.onnx import ir
 from enginesmith.pipeline.passes.quantize.precisions import Name, Placement
-from enginesmith.pipeline.units import AddedOption, name_some
+from enginesmith.pipeline.units import AddedOption, group_values, name_some
 
 Progress = Callable[[str], None]
 Records = Mapping[str, Artifact]
@@ -123,9 +123,7 @@ class PrecisionPass(Pass):
 
 def by_reason(what: str, left: Mapping[str, str]) -> tuple[str, ...]:
     """Describe what a pass did not do: names of groups or weights, those of one reason together."""
-    names_of: dict[str, list[str]] = {}
-    for name, why in left.items():
-        names_of.setdefault(why, []).append(name)
+    names_of = group_values((why, name) for name, why in left.items())
     notes = [f"{what}: {name_some(names, _NAMES)}: {why}" for why, names in list(names_of.items())[:_SHOWN]]
     rest = sum(map(len, list(names_of.values())[_SHOWN:]))
     return (*notes, *([f"{what}: {rest} more, each for a reason of its own"] if rest else []))

@@ -1,7 +1,7 @@
 """Describe plans: steps, references to steps, the variants that they lead to, and both together."""
 
 import functools
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Self
 
@@ -233,29 +233,27 @@ class Plan:
         ends.update(ref for ref in (self.latency, self.references_latency, self.limits) if ref)
         own = {ref for variant in variants for ref in variant.steps} - ends
         own |= {step.id for step in self.steps if step.id.variant in names}
-        needed, used = self._follow(ends, own), self._follow(own)
+        used = leading_to(self.steps, own, lambda step: step.sources)
+        needed = leading_to(
+            self.steps, ends, lambda step: {*step.inputs.values()} | {*step.optional_inputs.values()} - own
+        )
         return [step.id for step in self.steps if step.id in used and step.id not in needed]
-
-    def _follow(self, ends: Collection[str], without: Collection[str] = ()) -> set[str]:
-        """List the ends and all that they take, but for what they can do ``without``."""
-        reached = set(ends)
-        for step in reversed(self.steps):
-            if step.id in reached:
-                reached.update(step.inputs.values())
-                reached.update(ref for ref in step.optional_inputs.values() if ref not in without)
-        return reached
 
     def input_of(self, step: StepRef, role: str) -> StepRef | None:
         """Find the step whose artifact has a role in a step of the plan; None where there is none."""
         return self._by_id[step].inputs.get(role) if step in self._by_id else None
 
 
-def leading_to(steps: Sequence[Step], ends: Iterable[str]) -> set[str]:
-    """List the ends and all that they cannot do without; each of the steps comes after what it needs."""
+def leading_to(
+    steps: Sequence[Step],
+    ends: Iterable[str],
+    taken: Callable[[Step], Iterable[str]] = lambda step: step.inputs.values(),
+) -> set[str]:
+    """List the ends and all that they cannot do without, or what ``taken`` lists of each; sources come first."""
     reached = set(ends)
     for step in reversed(steps):
         if step.id in reached:
-            reached.update(step.inputs.values())
+            reached.update(taken(step))
     return reached
 
 

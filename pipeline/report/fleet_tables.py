@@ -18,7 +18,7 @@ from enginesmith.pipeline.report.tables import (
 from enginesmith.pipeline.results import verdicts
 from enginesmith.pipeline.results.comparison import warn_of_chance
 from enginesmith.pipeline.results.fleet import EntryChange, EntryRecord, EntryStatus, Failure, FleetRecord, Winner
-from enginesmith.pipeline.units import format_seconds, ms, name_some
+from enginesmith.pipeline.units import format_seconds, group_values, ms, name_some
 
 PAGE = "report.html"
 """File of a run directory that entries link to."""
@@ -215,9 +215,7 @@ def _list_failures(record: FleetRecord) -> Iterator[tuple[dict[str, str], EntryR
             yield _failure_row(entry, ["all"], _shorten_reason(whole, variants)), entry
         elif entry.status not in ("done", "pending"):
             yield _failure_row(entry, ["all"], Failure(variant="", reason=entry.reason, remedy=entry.remedy)), entry
-        alike: dict[Failure, list[str]] = {}
-        for failure in variants:
-            alike.setdefault(failure.model_copy(update={"variant": "any"}), []).append(failure.variant)
+        alike = group_values((failure.model_copy(update={"variant": "any"}), failure.variant) for failure in variants)
         for failure, names in alike.items():
             yield _failure_row(entry, names, failure), entry
 
@@ -245,9 +243,7 @@ def _failure_row(entry: EntryRecord, names: Sequence[str], failure: Failure) -> 
 
 def group_failures(record: FleetRecord) -> Iterator[tuple[str, ...]]:
     """List failures with one row for all entries that share a reason."""
-    alike: dict[tuple[str, ...], list[str]] = {}
-    for name, *rest in tabulate_failures(record).rows:
-        alike.setdefault(tuple(rest), []).append(name)
+    alike = group_values((tuple(rest), name) for name, *rest in tabulate_failures(record).rows)
     yield from ((name_some(names, _MOST_NAMED), *rest) for rest, names in alike.items())
 
 

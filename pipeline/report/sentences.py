@@ -21,7 +21,7 @@ from enginesmith.pipeline.results import verdicts
 from enginesmith.pipeline.results.differences import device_kind
 from enginesmith.pipeline.results.run import Run, VariantRecord, find_record
 from enginesmith.pipeline.system.software import numbers
-from enginesmith.pipeline.units import count_words, format_bytes, format_metric, ms, name_some
+from enginesmith.pipeline.units import count_words, format_bytes, format_metric, group_values, ms, name_some
 
 _MOST_NAMED = 3
 _EXACT, _TF32_SINCE = "fp32", (8,)
@@ -288,10 +288,7 @@ def group_by_reason(run: Run) -> list[tuple[list[VariantRecord], str]]:
 
 def _group_alike(reasons: Iterable[tuple[VariantRecord, str]]) -> list[tuple[list[VariantRecord], str]]:
     """Group variants with a reason by that, whatever variant it names; it then names the first one."""
-    groups: dict[str, list[VariantRecord]] = {}
-    for record, reason in reasons:
-        if reason:
-            groups.setdefault(reason.replace(record.id, "…"), []).append(record)
+    groups = group_values((reason.replace(record.id, "…"), record) for record, reason in reasons if reason)
     return [(records, reason.replace("…", records[0].id)) for reason, records in groups.items()]
 
 

@@ -54,6 +54,7 @@ from enginesmith.pipeline.tasks.prune import read_facts
 from enginesmith.pipeline.tasks.race import RACE, STAY
 from enginesmith.pipeline.tasks.tune import ENGINE
 from enginesmith.pipeline.tensors import Signature, TensorSpec
+from enginesmith.pipeline.units import group_values
 
 _NOTING = (REFERENCE, LOAD, EXPORT)
 """Steps whose notes are about the given model and its samples."""
@@ -447,11 +448,9 @@ def assemble(header: Header, recipe: Recipe, plan: Plan, outcomes: Outcomes, art
 
 def _latencies(plan: Plan, outcomes: Outcomes) -> dict[str, list[LatencyRow]]:
     """Read latencies by variant; eager's are those that were measured beside the variants that were asked for."""
-    latencies: dict[str, list[LatencyRow]] = {}
     beside = (row for row in records_of(outcomes, plan.references_latency) if row["variant"] != plan.baseline.id)
-    for entry in (*records_of(outcomes, plan.latency), *beside):
-        latencies.setdefault(entry["variant"], []).append(LatencyRow.model_validate(entry["row"]))
-    return latencies
+    entries = (*records_of(outcomes, plan.latency), *beside)
+    return group_values((entry["variant"], LatencyRow.model_validate(entry["row"])) for entry in entries)
 
 
 def _step(name: StepRef, outcome: Outcome | None) -> StepRecord:

@@ -372,7 +372,7 @@ def compare(runs: Sequence[tuple[Path, Run]], *, any_device: bool = False) -> Co
     for path, after in others:
         apart = () if any_device else compare_devices(before, after)
         if apart and _is_measured(before) and _is_measured(after):
-            where = "; ".join(f"{figure.name} {figure.before} and {figure.after}" for figure in apart)
+            where = "; ".join(map(str, apart))
             raise UsageError(
                 f"{reference} and {path} were measured on different devices ({where}): their times cannot be compared",
                 "compare runs of one machine, or give --any-device to compare them anyway",
@@ -445,8 +445,7 @@ def _cautions(before: Side, after: Side, old: Run, other: Run, variants: Sequenc
     """List what has to be known before any number is believed, the gravest first."""
     if is_same_model(old, other) is False:
         yield "the runs are of different models: what differs may be due to that alone"
-    for apart in compare_devices(old, other):
-        yield f"measured on different devices: {apart.name} is {apart.before} and {apart.after}"
+    yield from (f"measured on different devices: {apart}" for apart in compare_devices(old, other))
     for side, run in ((before, old), (after, other)):
         if not side.measured:
             yield f"nothing was measured in {side.path}"

@@ -32,6 +32,10 @@ class Changed(BaseModel, frozen=True):
     before: Any = None
     after: Any = None
 
+    def __str__(self) -> str:
+        sides = ("none" if side is None else str(side) for side in (self.before, self.after))
+        return f"{self.name}: {' and '.join(sides)}"
+
 
 class Differences(BaseModel, frozen=True):
     """Everything that two runs differ in, by subject."""
@@ -104,8 +108,7 @@ def why_no_yardstick(before: Run, after: Run) -> str:
         *_list_changed(_lasting(before), _lasting(after)),
         *_list_changed(*_machines(before, after, _PROCESSOR, _GPU_STATE)),
     ]
-    sides = ("none" if value is None else str(value) for item in changed[:1] for value in (item.before, item.after))
-    return f"{changed[0].name}: {' and '.join(sides)}" if changed else ""
+    return str(changed[0]) if changed else ""
 
 
 def compare_devices(before: Run, after: Run) -> tuple[Changed, ...]:

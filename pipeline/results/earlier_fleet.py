@@ -159,9 +159,8 @@ def find_unchanged(earlier: Earlier, entry: Entry, state: State) -> Run | str:
 def list_changes(then: EntryRecord, run: Run, entry: Entry, now: State) -> Iterator[str]:
     """List what of an entry changed since its run; a model that cannot be loaded now is taken to be the same."""
     before, after = run.requested_recipe, entry.recipe
-    if before != after:
-        fields = [name for name in type(before).model_fields if getattr(before, name) != getattr(after, name)]
-        yield f"its recipe changed: {', '.join(fields)}"
+    if changed := differences.compare_recipes(before, after):
+        yield f"its recipe changed: {', '.join(field.name for field in changed)}"
     if then.machine != machine_of(entry):
         yield "its target changed"
     if now.model and not now.model.matches(run.model):

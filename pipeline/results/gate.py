@@ -278,7 +278,7 @@ def _check_latency(before: Stored, after: Stored, demands: Demands) -> GateCheck
     """Check latency by measuring side by side where that can be done, else by what both runs stored."""
     apart = differences.compare_devices(before.run, after.run)
     if apart and not demands.any_machine:
-        where = "; ".join(f"{figure.name} {figure.before} and {figure.after}" for figure in apart)
+        where = "; ".join(map(str, apart))
         text = f"latency was measured on different machines ({where}); --any-machine compares it anyway"
         return _make_latency_check("unjudged", text)
     if remeasure.same(before, after):

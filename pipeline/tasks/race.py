@@ -20,7 +20,7 @@ from enginesmith.pipeline.tasks.base import RECORDS, Inputs, Task, read_models, 
 from enginesmith.pipeline.tasks.measure import HANG_SECONDS, VERIFIED, Measurement, logs_in_own_log, measured_feeds
 from enginesmith.pipeline.tasks.mixed_precision import ASSIGNMENT, DROP_HIGH
 from enginesmith.pipeline.tensors import Feeds
-from enginesmith.pipeline.units import count_words
+from enginesmith.pipeline.units import count_words, group_values
 
 RACE = "race"
 STAY = "stay"
@@ -313,10 +313,8 @@ class Stay(Task):
     """Drop on the samples for choosing that the model which they are made of may have, where that is known."""
 
     def run(self, inputs: Inputs, out: Path, progress: Progress) -> Effect:
-        by_variant: dict[str, list[RaceRow]] = {name: [] for name in self.variants}
-        for row in read_models(inputs[RACE], RaceRow):
-            by_variant.setdefault(row.variant, []).append(row)
-        ends = [_find_end(by_variant[name]) for name in self.variants]
+        by_variant = group_values((row.variant, row) for row in read_models(inputs[RACE], RaceRow))
+        ends = [_find_end(by_variant.get(name, ())) for name in self.variants]
         qualities = read_models(inputs.get(CHOICE), Quality)
         write_records(out, [])
         rejected = "" if "" in ends else ends[0]

@@ -44,7 +44,7 @@ from enginesmith.pipeline.results.differences import ModelIdentity
 from enginesmith.pipeline.results.run import Run, VariantRecord
 from enginesmith.pipeline.system import worker
 from enginesmith.pipeline.tasks.race import Race
-from enginesmith.pipeline.units import format_seconds
+from enginesmith.pipeline.units import format_seconds, group_values
 from enginesmith.pipeline.workflows.device import begin_on, require_device_of
 from enginesmith.pipeline.workflows.earlier_races import EarlierRaces
 from enginesmith.pipeline.workflows.earlier_searches import EarlierSearches
@@ -464,9 +464,7 @@ def _list_other_engines(run: Run, outcomes: Outcomes) -> list[str]:
 
 def _list_reasons(records: Sequence[VariantRecord]) -> str:
     """List why variants are not usable, those with the same reason together."""
-    alike: dict[str | None, list[str]] = {}
-    for record in records:
-        alike.setdefault(record.reason, []).append(record.id)
+    alike = group_values((record.reason, record.id) for record in records)
     return "\n".join(f"  {', '.join(names)}: {reason}" for reason, names in alike.items())
 
 

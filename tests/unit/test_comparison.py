@@ -268,16 +268,16 @@ def test_numbers_beside_latency_are_judged_by_their_own_spread() -> None:
 
 def test_other_devices_are_refused_unless_told() -> None:
     other = run(variant(row(0.5, 2.0)), environment={"processor": "Another CPU"})
-    with pytest.raises(UsageError, match="processor Some CPU and Another CPU") as refused:
+    with pytest.raises(UsageError, match="processor: Some CPU and Another CPU") as refused:
         pair(FIRST, other)
     assert "--any-device" in refused.value.remedy
     found = pair(FIRST, other, any_device=True)
-    assert "measured on different devices: processor is Some CPU and Another CPU" in found.cautions
+    assert "measured on different devices: processor: Some CPU and Another CPU" in found.cautions
     gpu = variant(row(0.5, 2.0), memory=MemoryRow(device="cuda:0", batch=1, peak_bytes=1))
-    with pytest.raises(UsageError, match="device cpu and cuda"):
+    with pytest.raises(UsageError, match="device: cpu and cuda"):
         pair(FIRST, run(gpu))
     cards = [run(gpu, environment={"gpus": [{"name": name}]}) for name in ("A", "B")]
-    with pytest.raises(UsageError, match=r"gpus\[0\]\.name A and B"):
+    with pytest.raises(UsageError, match=r"gpus\[0\]\.name: A and B"):
         pair(*cards)
 
 

@@ -344,7 +344,7 @@ def test_latency_of_another_machine_is_refused_and_the_rest_is_judged(tmp_path: 
     run = write(tmp_path / "run", record())
     found = gate.gate(run, demands(), baseline=before)
     assert judged(found) == {"latency_ms": False, "peak_bytes": True, "size_bytes": True}
-    assert "processor B and A" in found.breaches[0].text
+    assert "processor: B and A" in found.breaches[0].text
     assert "--any-machine" in found.breaches[0].text
     told = Demands(budgets=Budgets(), measure=False, any_machine=True)
     assert gate.gate(run, told, baseline=before).passed

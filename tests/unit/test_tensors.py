@@ -18,6 +18,7 @@ from enginesmith.pipeline.units import (
     format_metric,
     format_seconds,
     format_share,
+    group_values,
     parse_bytes,
     parse_seconds,
 )
@@ -286,3 +287,8 @@ def test_a_word_alone_tells_its_size_wherever_it_stands() -> None:
 
 def test_words_that_no_feed_tells_the_size_of() -> None:
     assert list_unbound(read_specs("x:float32:batch,a+b", "y:float32:c+d", "z:float32:c")) == ["a", "b"]
+
+
+def test_values_of_one_key_are_together_in_their_order() -> None:
+    groups = group_values([("b", 1), ("a", 2), ("b", 0)])
+    assert list(groups.items()) == [("b", [1, 0]), ("a", [2])]

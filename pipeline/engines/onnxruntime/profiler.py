@@ -22,6 +22,7 @@ from enginesmith.pipeline.errors import MissingCapability, ModelError
 from enginesmith.pipeline.frameworks.onnx import model_file
 from enginesmith.pipeline.frameworks.onnx.coverage import CONVERTERS, is_product
 from enginesmith.pipeline.frameworks.onnx.shapes import attributes
+from enginesmith.pipeline.units import group_values
 
 if TYPE_CHECKING:
     import onnx
@@ -79,11 +80,9 @@ class Provenance:
         self._makers = {output: node for node in self._nodes for output in node.output if output}
         self._named = {node.name: node for node in self._nodes if node.name}
         self._places = {node.name: place for place, node in enumerate(self._nodes) if node.name}
-        self._readers: dict[str, list[onnx.NodeProto]] = {}
+        self._readers = group_values((value, node) for node in self._nodes for value in node.input)
         noted: dict[str, str] = {}
         for node in self._nodes:
-            for value in node.input:
-                self._readers.setdefault(value, []).append(node)
             for entry in node.metadata_props:
                 if entry.key == model_file.MODULE_KEY:
                     noted[_key(node)] = "" if entry.value == _NO_MODULE else entry.value

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import numpy as np
 
-from enginesmith.pipeline.engines.base import UNKNOWN_OPERATOR, Session
+from enginesmith.pipeline.engines.base import UNKNOWN_OPERATOR, Session, refuse_closed
 from enginesmith.pipeline.engines.cuda_allocator import (
     CudaAllocationTracker,
     TorchMemory,
@@ -35,7 +35,6 @@ from enginesmith.pipeline.errors import (
     ModelError,
     StepOutOfMemory,
     StoreError,
-    UsageError,
     install_command,
 )
 from enginesmith.pipeline.frameworks.onnx import model_file, rounding
@@ -343,7 +342,7 @@ class OnnxRuntimeSession(Session):
         self._input_bytes = 0
         """Inputs that the limit on this session's memory has left room for."""
         self._errors = _errors()
-        self.concurrent, self._run_arrays = stream is None, _refuse_closed
+        self.concurrent, self._run_arrays = stream is None, refuse_closed
         if stream is None:
             self._run_arrays = session._sess.run
         self._numbered = [*enumerate(spec.name for spec in signature.inputs)]
@@ -364,7 +363,7 @@ class OnnxRuntimeSession(Session):
 
     def _opened(self) -> Any:
         if self._session is None:
-            raise UsageError("the session is closed")
+            refuse_closed()
         return self._session
 
     def sibling(self) -> "OnnxRuntimeSession":
@@ -422,7 +421,7 @@ class OnnxRuntimeSession(Session):
             ModelError: the engine raised; StepOutOfMemory where memory was what it lacked.
         """
         if self._session is None:
-            raise UsageError("the session is closed")
+            refuse_closed()
         try:
             self._run(bound.binding, self._options)
         except self._errors as error:
@@ -479,7 +478,7 @@ class OnnxRuntimeSession(Session):
     def close(self) -> None:
         """Free the session, its arena and its threads."""
         self._session = self._last = self._changed = None
-        self._run_arrays = _refuse_closed
+        self._run_arrays = refuse_closed
         gc.collect()
 
 
@@ -492,10 +491,6 @@ def _open_changed(graph: Path) -> Any:
     chosen = session_options(Device(), "disabled", memory_arena=False)
     chosen.enable_mem_reuse = False  # planned in a time that grows with the square of the nodes; 14 s for 11 000
     return open_session(graph, chosen, Device(), content=rounding.change_results(graph))
-
-
-def _refuse_closed(*_: Any) -> Any:
-    raise UsageError("the session is closed")
 
 
 @dataclass
@@ -527,7 +522,7 @@ class GraphedOnnxRuntimeSession(OnnxRuntimeSession):
             ModelError: the engine raised, or CUDA captured no graph; StepOutOfMemory where memory was lacking.
         """
         if self._session is None:
-            raise UsageError("the session is closed")
+            refuse_closed()
         captured = bound.calls >= _WARM_CALLS
         if bound.calls == _WARM_CALLS:
             outputs = bound.binding.get_outputs()

@@ -15,9 +15,9 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
-from enginesmith.pipeline.engines.base import UNKNOWN_OPERATOR, Session
+from enginesmith.pipeline.engines.base import UNKNOWN_OPERATOR, Session, refuse_closed
 from enginesmith.pipeline.engines.telemetry import import_without_telemetry
-from enginesmith.pipeline.errors import EnginesmithError, InvalidGraph, ModelError, UnsupportedGraph, UsageError
+from enginesmith.pipeline.errors import EnginesmithError, InvalidGraph, ModelError, UnsupportedGraph
 from enginesmith.pipeline.system.device import Device
 from enginesmith.pipeline.system.oom import out_of_memory, says_out_of_memory
 from enginesmith.pipeline.tensors import Array, Feeds, Signature
@@ -297,7 +297,7 @@ class OpenVINOSession(Session):
 
     def _opened(self) -> Compiled:
         if self._models is None:
-            raise UsageError("the session is closed")
+            refuse_closed()
         return self._models
 
     def sibling(self) -> "OpenVINOSession":

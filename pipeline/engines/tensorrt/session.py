@@ -21,7 +21,7 @@ import numpy as np
 import torch
 
 from enginesmith.pipeline.engines import cuda_allocator
-from enginesmith.pipeline.engines.base import Session
+from enginesmith.pipeline.engines.base import Session, refuse_closed
 from enginesmith.pipeline.engines.onnxruntime.profiler import Provenance
 from enginesmith.pipeline.engines.profiling import OperatorTime, Origin, Profiled, ProfileRequest, Tally, warm_up
 from enginesmith.pipeline.engines.tensorrt.layers import Layer, read_layers
@@ -116,7 +116,7 @@ class TensorRTSession(Session):
     @property
     def _opened(self) -> Opened:
         if self._open is None:
-            raise UsageError("the session is closed")
+            refuse_closed()
         return self._open
 
     def bind(self, feeds: Feeds) -> Bound:

@@ -19,7 +19,7 @@ import numpy as np
 import torch
 from torch import profiler
 
-from enginesmith.pipeline.engines.base import Session
+from enginesmith.pipeline.engines.base import Session, refuse_closed
 from enginesmith.pipeline.engines.cuda_allocator import release_workspaces
 from enginesmith.pipeline.engines.profiling import (
     BETWEEN,
@@ -30,7 +30,7 @@ from enginesmith.pipeline.engines.profiling import (
     Tally,
     warm_up,
 )
-from enginesmith.pipeline.errors import EnginesmithError, ModelError, UsageError
+from enginesmith.pipeline.errors import EnginesmithError, ModelError
 from enginesmith.pipeline.frameworks.torch import file_tracking
 from enginesmith.pipeline.frameworks.torch.rounding import answer_perturbed
 from enginesmith.pipeline.system.device import Device
@@ -86,8 +86,8 @@ class EagerSession(Session):
         return self._stream.cuda_stream if self._stream else None
 
     def sibling(self) -> Self:
-        if self.forward is _refuse_closed:
-            _refuse_closed()
+        if self.forward is refuse_closed:
+            refuse_closed()
         self._enter_thread()
         return type(self)(self.forward, self.signature, self._where, self._dtype, self._enter_thread)
 
@@ -215,7 +215,7 @@ class EagerSession(Session):
     def close(self) -> None:
         """Let go of the module, once what was enqueued has finished; the last session gives back the workspaces."""
         self.synchronize()
-        self.forward, self._outputs = _refuse_closed, ()
+        self.forward, self._outputs = refuse_closed, ()
         gc.collect()
         _open.discard(self)
         if not _open:
@@ -253,7 +253,7 @@ class GraphedSession(EagerSession):
             ModelError: the module raised, or does what no graph can hold; StepOutOfMemory where memory was lacking.
         """
         if bound.graph is None:
-            if bound.calls < _WARM_CALLS or self.forward is _refuse_closed:
+            if bound.calls < _WARM_CALLS or self.forward is refuse_closed:
                 super().enqueue(bound.inputs)
                 bound.calls += 1
                 return
@@ -291,10 +291,6 @@ class GraphedSession(EagerSession):
         for bound in self._bound:
             bound.graph, bound.outputs = None, ()
         super().close()
-
-
-def _refuse_closed(*bound: Any) -> Tensors:
-    raise UsageError("the session is closed")
 
 
 def _translate_error(

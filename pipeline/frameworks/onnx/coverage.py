@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 from enginesmith.pipeline.frameworks.onnx import model_file
 from enginesmith.pipeline.frameworks.onnx.shapes import View, attributes, view
 from enginesmith.pipeline.frameworks.records import HALF, QUANTIZED, Coverage
+from enginesmith.pipeline.units import group_values
 
 if TYPE_CHECKING:
     import onnx
@@ -151,10 +152,7 @@ class _Structure:
     def __init__(self, graph: View) -> None:
         self.graph = graph
         self.makers = {output: name for name, node in graph.nodes.items() for output in node.output if output}
-        self.readers: dict[str, list[str]] = {}
-        for name, node in graph.nodes.items():
-            for value in node.input:
-                self.readers.setdefault(value, []).append(name)
+        self.readers = group_values((value, name) for name, node in graph.nodes.items() for value in node.input)
 
     def has_dtype(self, value: str, dtypes: tuple[str, ...]) -> bool:
         """Tell whether a value's type is one of these."""

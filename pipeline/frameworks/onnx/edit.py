@@ -138,6 +138,11 @@ def rename(values: Iterable["ir.Value"], names: Iterable[str]) -> None:
         value.name = name
 
 
+def has_body(node: "ir.Node") -> bool:
+    """Tell whether a node is a branch or a loop."""
+    return any(entry.type in (ir.AttributeType.GRAPH, ir.AttributeType.GRAPHS) for entry in node.attributes.values())
+
+
 def tidy(model: "ir.Model", wrapper: str = "") -> None:
     """Keep of all that exporters note about nodes the path of each one's module: no machine paths, no source text.
 

@@ -390,8 +390,7 @@ def _may_have(value: "ir.Value", size: float) -> bool:
                 return True
         if numbers is not None:
             continue
-        has_body = any(attribute.type == ir.AttributeType.GRAPH for attribute in attributes)
-        if has_body or (node is None and (each.dtype is None or each.dtype.is_floating_point())):
+        if edit.has_body(node) if node is not None else each.dtype is None or each.dtype.is_floating_point():
             return True
         waiting += [given for given in (node.inputs if node is not None else ()) if given is not None]
     return False

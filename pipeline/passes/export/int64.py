@@ -28,8 +28,8 @@ def compare_whole_numbers(model: "ir.Model") -> int:
     small, count = set[ir.Value](), 0
     for node in list(ir.traversal.RecursiveGraphIterator(model.graph)):
         read = node.inputs[:1] if node.op_type in _MOVING else node.inputs
-        has_body = any(attribute.type == ir.AttributeType.GRAPH for attribute in node.attributes.values())
-        if node.op_type in model_file.COUNTING or (not has_body and all(_is_small(value, small) for value in read)):
+        is_small = not edit.has_body(node) and all(_is_small(value, small) for value in read)
+        if is_small or node.op_type in model_file.COUNTING:
             small.update(node.outputs)
         elif node.outputs[0].dtype == ir.DataType.INT64 and not node.domain:
             count += _replace(node)

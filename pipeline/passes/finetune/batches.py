@@ -23,7 +23,7 @@ from enginesmith.calibration.dataset import Dataset
 from enginesmith.pipeline.errors import DataError, StepError, StepOutOfMemory
 from enginesmith.pipeline.system import oom
 from enginesmith.pipeline.tensors import Array
-from enginesmith.pipeline.units import format_bytes
+from enginesmith.pipeline.units import format_bytes, group_values
 
 T = TypeVar("T")
 
@@ -147,10 +147,7 @@ class DataParallel:
         """Replace tensors by their sums over all processes; in one message for each dtype."""
         if self.size == 1:
             return
-        by_type: dict[torch.dtype, list[Tensor]] = {}
-        for tensor in tensors:
-            by_type.setdefault(tensor.dtype, []).append(tensor)
-        for same in by_type.values():
+        for same in group_values((tensor.dtype, tensor) for tensor in tensors).values():
             flat = torch.cat([tensor.reshape(-1) for tensor in same])
             _all_reduce(flat)
             for tensor, summed in zip(same, torch.split(flat, [tensor.numel() for tensor in same]), strict=True):

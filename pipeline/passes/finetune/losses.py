@@ -25,6 +25,7 @@ from enginesmith.pipeline.frameworks.torch.module import LoadedModel, NamedForwa
 from enginesmith.pipeline.passes.finetune.batches import Batch, ran_out
 from enginesmith.pipeline.passes.finetune.options import Target
 from enginesmith.pipeline.tensors import Array
+from enginesmith.pipeline.units import group_values
 
 _LOGITS = re.compile(r"logits|scores", re.IGNORECASE)
 _MOST = 4
@@ -141,9 +142,7 @@ def feature_targets(student: LoadedModel, teacher: LoadedModel, batch: Batch) ->
     blocks = _blocks(teacher.module.model)
     usable = {path: kind for path in theirs if path in ours and (kind := _comparable(ours[path], theirs[path]))}
     chosen = {path: kind for path, kind in usable.items() if path in blocks} or usable
-    stages: dict[tuple[int, ...], list[str]] = {}
-    for path in chosen:
-        stages.setdefault(tuple(theirs[path].shape), []).append(path)
+    stages = group_values((tuple(theirs[path].shape), path) for path in chosen)
     ends = [paths[-1] for paths in stages.values()][-_MOST:]
     if len(stages) == 1:
         (alike,) = stages.values()

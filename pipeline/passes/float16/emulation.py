@@ -13,9 +13,8 @@ from collections.abc import Sequence
 import numpy as np
 
 from enginesmith.pipeline.frameworks.onnx import ir
-from enginesmith.pipeline.frameworks.onnx.edit import Names, infer_shapes
+from enginesmith.pipeline.frameworks.onnx.edit import Names, has_body, infer_shapes
 from enginesmith.pipeline.passes.float16.convert import hand_over, new_node
-from enginesmith.pipeline.passes.float16.rules import has_body
 
 _EXACT = frozenset(
     {

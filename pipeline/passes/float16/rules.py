@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from enginesmith.pipeline.frameworks.onnx import ir
+from enginesmith.pipeline.frameworks.onnx import edit, ir
 from enginesmith.pipeline.passes.float16.bounds import LARGEST, LIMITS, SPARED, find_islands
 
 if TYPE_CHECKING:
@@ -217,7 +217,7 @@ def judge(graph: "ir.Graph", opset: int, dtype: str, keep: Collection[str], larg
     ranges = Range(graph.inputs, largest) if dtype == "float16" else None
     for node in graph:
         slots = find_slots(node, opset, dtype)
-        if has_body(node) or any(is_float(value) for value in (*node.inputs, *node.outputs)):
+        if edit.has_body(node) or any(is_float(value) for value in (*node.inputs, *node.outputs)):
             reason = "was asked for" if node.name in keep else _explain_operator(node, slots, opset, dtype)
             reason = reason or (ranges.explain(node, slots) if ranges else "") or islands.get(node, "")
             if reason:
@@ -234,7 +234,7 @@ def judge(graph: "ir.Graph", opset: int, dtype: str, keep: Collection[str], larg
 
 def _explain_operator(node: "ir.Node", slots: Slots, opset: int, dtype: str) -> str:
     """Explain why the operator stays in float32; empty if that is no reason."""
-    if has_body(node):
+    if edit.has_body(node):
         return "has a body of its own"
     if node.domain:
         return f"its types are not known: it is of the domain {node.domain!r}"
@@ -248,11 +248,6 @@ def _explain_operator(node: "ir.Node", slots: Slots, opset: int, dtype: str) -> 
     if not all(isinstance(kind, ir.TensorType) for kind in types):
         return "works on sequences"
     return "" if slots else f"{node.op_type} of opset {opset} has no {dtype} form"
-
-
-def has_body(node: "ir.Node") -> bool:
-    """Tell whether it is a branch or a loop."""
-    return any(entry.type in (ir.AttributeType.GRAPH, ir.AttributeType.GRAPHS) for entry in node.attributes.values())
 
 
 def is_product(node: "ir.Node") -> bool:

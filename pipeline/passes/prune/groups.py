@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from enginesmith.pipeline.passes.prune.surgery import Attribute, Group, Parts, Side, Slice, is_depthwise
+from enginesmith.pipeline.units import group_values
 
 if TYPE_CHECKING:
     from torch_pruning import DependencyGraph
@@ -273,9 +274,7 @@ def _join(items: Sequence[Item], width: int) -> tuple[tuple[int, ...], ...]:
 
 
 def _slices(item: Item, parts: Parts, units: Sequence[Sequence[int]]) -> Iterator[Slice]:
-    at: dict[int, list[int]] = {}
-    for index, root in zip(item.indices, item.roots, strict=True):
-        at.setdefault(root, []).append(index)
+    at = group_values(zip(item.roots, item.indices, strict=True))
     for leaf, axis, side, period in _tensors(item):
         name = parts.canonical[f"{item.name}.{leaf}" if leaf else item.name]
         size = parts.get(name).shape[axis]

@@ -29,6 +29,7 @@ from enginesmith.pipeline.passes.prune.groups import find_groups, is_attention, 
 from enginesmith.pipeline.passes.prune.options import PruneOptions, PruneTarget
 from enginesmith.pipeline.passes.prune.selection import Cost, Counter, PruneBudget
 from enginesmith.pipeline.passes.prune.surgery import Group, Parts, Removal, cut, cut_for_now, mask_units
+from enginesmith.pipeline.units import group_values
 
 _SHARE = 4
 """One unit in so many is taken away to verify a group."""
@@ -487,9 +488,7 @@ def _describe(removal: Removal, step: int, importance: str) -> PrunedGroup:
 def _validate_any(groups: Sequence[Group], whole: Mapping[str, str]) -> None:
     if groups:
         return
-    by_reason: dict[str, list[str]] = {}
-    for root, why in whole.items():
-        by_reason.setdefault(why, []).append(root)
+    by_reason = group_values((why, root) for root, why in whole.items())
     shown = "; ".join(f"{', '.join(roots[:3])}: {why}" for why, roots in list(by_reason.items())[:_SHOWN])
     raise ModelError(
         f"no layer of this model can lose channels ({shown or 'it has no convolution and no linear layer'})",

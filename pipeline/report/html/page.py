@@ -29,7 +29,7 @@ from enginesmith.pipeline.results import verdicts
 from enginesmith.pipeline.results.explain import narrowest_type
 from enginesmith.pipeline.results.gate_report import FleetGate, Gate
 from enginesmith.pipeline.results.run import Assignment, Run, VariantRecord
-from enginesmith.pipeline.units import format_bytes, ms, name_some
+from enginesmith.pipeline.units import format_bytes, group_values, ms, name_some
 
 # Sections and a template as one file: all of it is escaped, besides the scripts and the style of ours.
 
@@ -272,9 +272,7 @@ def _list_floating_groups(run: Run) -> str:
 
 
 def _group_by_reason(groups: Sequence[Assignment]) -> Iterator[str]:
-    together: dict[str, list[str]] = {}
-    for group in groups:
-        together.setdefault(group.why, []).append(group.module or group.group)
+    together = group_values((group.why, group.module or group.group) for group in groups)
     for why, names in list(together.items())[:_NAMED]:
         yield name_some(names, _NAMED) + (f" ({why})" if why else "")
     if len(together) > _NAMED:
