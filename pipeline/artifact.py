@@ -85,10 +85,18 @@ def write_whole(file: Path, data: bytes) -> None:
     partial = file.with_name(f".{file.name}.{uuid.uuid4().hex[:12]}")  # tempfile's files are for their owner only
     try:
         partial.write_bytes(data)
+        sync(partial)
         partial.replace(file)
     except BaseException:  # a full disk, or Ctrl-C
         partial.unlink(missing_ok=True)
         raise
+
+
+def sync(path: Path) -> None:
+    """Have a file, or all below a folder, on the disk: without power, it may be renamed before its bytes are there."""
+    for file in [path] if path.is_file() else [path / name for name in files_below(path)]:
+        with file.open("rb") as stream:
+            os.fsync(stream.fileno())
 
 
 def copy_folder(source: Path, target: Path, skip: Iterable[str] = ()) -> None:

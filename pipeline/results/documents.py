@@ -6,7 +6,6 @@ What is wrong is a ``ValueError`` with a sentence; who knows what the document i
 import functools
 import json
 import operator
-import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NoReturn, TypeVar
@@ -14,6 +13,7 @@ from typing import Any, NoReturn, TypeVar
 from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
 
+from enginesmith.pipeline.artifact import write_whole
 from enginesmith.pipeline.errors import UsageError
 from enginesmith.pipeline.units import format_bytes, shorten
 
@@ -127,15 +127,7 @@ def parse(kind: type[Model], values: Any) -> Model:
 
 def write_text(path: Path, text: str) -> None:
     """Write a file that people read, whole or not at all."""
-    partial = path.with_name(f".{path.name}.partial")
-    try:
-        partial.write_text(text, encoding="utf-8", errors="replace")
-        with partial.open("rb") as stream:  # without power, a file may be renamed before its bytes are on the disk
-            os.fsync(stream.fileno())
-        partial.replace(path)
-    except BaseException:  # a full disk, or Ctrl-C
-        partial.unlink(missing_ok=True)
-        raise
+    write_whole(path, text.encode(errors="replace"))
 
 
 def parse_fields(kind: type[Model], fields: Any, what: str) -> Model:

@@ -203,7 +203,6 @@ def write_text(path: Path, text: str) -> None:
         StoreError: the folder cannot be written.
     """
     with storage_errors(f"the folder {path.parent}"):
-        path.parent.mkdir(parents=True, exist_ok=True)
         documents.write_text(path, text)
 
 

@@ -32,7 +32,15 @@ from dataclasses import replace
 from pathlib import Path
 from typing import get_args
 
-from enginesmith.pipeline.artifact import Artifact, HistoryEntry, Kind, files_below, grant_usual_rights, write_whole
+from enginesmith.pipeline.artifact import (
+    Artifact,
+    HistoryEntry,
+    Kind,
+    files_below,
+    grant_usual_rights,
+    sync,
+    write_whole,
+)
 from enginesmith.pipeline.errors import MissingEntry, StoreError, storage_errors
 from enginesmith.pipeline.store.address import default_address, parse_address
 from enginesmith.pipeline.store.inputs import InputDependencies, ReadRecord, export_candidate, publish_candidate
@@ -399,7 +407,7 @@ class Store:
                 if not replace and (present := _read_intact(target)) is not None and not present.incomplete:
                     break
                 if not displaced:
-                    _sync(folder)
+                    sync(folder)
                 displaced.append(self.root / "tmp" / f"{_EARLIER}{key}-{uuid.uuid4().hex}")
                 with contextlib.suppress(FileNotFoundError):  # another process was quicker
                     target.rename(displaced[-1])
@@ -495,13 +503,6 @@ def _try_rename(folder: Path, target: Path) -> bool:
             raise
         return False
     return True
-
-
-def _sync(folder: Path) -> None:
-    """Have the files of a folder on the disk, so that they outlast a loss of power."""
-    for name in files_below(folder):
-        with (folder / name).open("rb") as stream:
-            os.fsync(stream.fileno())
 
 
 def _read(folder: Path) -> Manifest | None:

@@ -21,8 +21,8 @@ from enginesmith.pipeline.artifact import (
     copy_folder,
     explain_removal,
     file_digest,
-    files_below,
     has_files,
+    sync,
     write_whole,
 )
 from enginesmith.pipeline.errors import SourceError, UsageError, require_utf8, storage_errors
@@ -190,9 +190,7 @@ class RunDirectory:
             shutil.rmtree(partial, ignore_errors=True)
             try:
                 copy_folder(artifact.folder, partial, skip=[MANIFEST])
-                for name in files_below(partial):
-                    with (partial / name).open("rb") as stream:  # on the disk before run.json names it
-                        os.fsync(stream.fileno())
+                sync(partial)  # before run.json names it
                 record = _Record(id=relative.name, **dict(artifact))
                 text = record.model_dump_json(indent=1, exclude={"path", "rejected"})
                 (partial / "manifest.json").write_text(text + "\n", encoding="utf-8")

@@ -230,7 +230,7 @@ def test_the_files_are_written_anew(some: Run, tmp_path: Path) -> None:
     written = files.write(some, tmp_path)
     assert [path.name for path in written] == ["report.html", "report.md", "junit.xml"]
     assert all(path.stat().st_size for path in written)
-    assert not list(tmp_path.glob(".*.partial"))
+    assert not list(tmp_path.glob(".*"))
     assert files.write(some, tmp_path / "other", ("json",))[0].read_text() == (tmp_path / "run.json").read_text()
 
 

@@ -12,7 +12,6 @@ step are drawn from the seed and the step.
 
 import gc
 import math
-import os
 import shutil
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -31,7 +30,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils.checkpoint import checkpoint
 from torch.utils.hooks import RemovableHandle
 
-from enginesmith.pipeline.artifact import grant_usual_rights
+from enginesmith.pipeline.artifact import grant_usual_rights, sync
 from enginesmith.pipeline.errors import ModelError, storage_errors
 from enginesmith.pipeline.frameworks.torch.module import LoadedModel, NamedForward
 from enginesmith.pipeline.frameworks.torch.surgery import find_frozen
@@ -335,10 +334,8 @@ class Checkpoints:
             _save(_tensors(trainer.models.average.module), partial / "average.safetensors")
             _save(moments, partial / "moments.safetensors")
             grant_usual_rights(partial)
-            with (partial / _PROGRESS).open("wb") as stream:
-                stream.write(progress.model_dump_json(indent=1).encode())
-                stream.flush()
-                os.fsync(stream.fileno())
+            (partial / _PROGRESS).write_bytes(progress.model_dump_json(indent=1).encode())
+            sync(partial)
             if target.exists():
                 shutil.rmtree(target)
             partial.rename(target)
@@ -368,6 +365,7 @@ class Checkpoints:
         partial = target.with_name(f".{target.name}")
         with storage_errors(f"the checkpoints in {self._folder}"):
             _save(_tensors(module), partial)
+            sync(partial)
             partial.replace(target)
 
     def put_best(self, module: nn.Module, step: int) -> None:
@@ -400,8 +398,6 @@ def _save(tensors: dict[str, Tensor], path: Path) -> None:
         save_file(tensors, path)
     except SafetensorError as error:  # it is written from Rust: the system's message is in the text only
         raise OSError(str(error)) from error
-    with path.open("rb") as stream:
-        os.fsync(stream.fileno())
 
 
 _TIMED_STEPS = 8
