@@ -69,7 +69,7 @@ class PruneTarget(BaseModel, frozen=True, extra="forbid"):
             raise UsageError(f"{text!r} is no pruning target: {number!r} is no number", _FORMS) from error
         what = _QUANTITIES[name]
         if name != "ratio":
-            if 0 < value < 1 and not number.startswith("-"):  # it meant the share that is left in earlier versions
+            if 0 < value < 1 and not number.startswith("-"):
                 raise UsageError(
                     f"--prune {text} does not say whether {value:.4g} of the {what} is removed or left",
                     f"write {spell(name, value)} to remove {100 * value:.4g} %, or {spell(name, 1 - value)} to leave "
