@@ -328,7 +328,7 @@ def test_vectors_are_trained_along_channels_only(tmp_path: Path, nodes: Any, vec
 
 
 NORMS = [node("BatchNormalization", f"{x} one zero zero one", y) for x, y in (("x", "a"), ("r", "b"))]
-NORMS = [NORMS[0], node("Relu", "a", "r"), NORMS[1], node("Conv", "b w zero", "y")]
+NORMS = [NORMS[0], node("Sigmoid", "a", "r"), NORMS[1], node("Conv", "b w zero", "y")]
 
 
 def test_statistics_stay_that_are_one_constant_with_weights(tmp_path: Path) -> None:
