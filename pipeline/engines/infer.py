@@ -110,11 +110,21 @@ class Model:
             kind, wanted = chosen.get(name) if name in tables else None, vector[f"output:{name}"]
             if kind != "positions" or len(chosen) == 1:  # which of two equal boxes was chosen says nothing
                 known, unstable = float(vector.get(f"range:{name}", 0)), vector.get(f"unstable:{name}")
-                if unstable is not None and not kind and unstable.shape == value.shape:  # rounding decides these
-                    value = np.where(unstable >= self.manifest["thresholds"]["right_bits"], wanted, value)
+                if unstable is not None and not kind and wanted.shape == value.shape:  # rounding decides these
+                    value = self._take_as_right(wanted, value, unstable)
                 own = float(vector.get(f"rounding:{name}", 0))
                 pairs.append((name, self._alike(wanted, value) if kind else self._near(wanted, value, known, own)))
         return answers, [name for name, near in pairs if not near]
+
+    def _take_as_right(self, wanted, value, unstable):
+        """Put what is wanted in the place of numbers that rounding decides, where it makes others of that kind."""
+        records = unstable[unstable["bits"] == self.manifest["thresholds"]["right_bits"]]
+        taken, right = value.flatten(), wanted.reshape(-1)[records["place"]]
+        given = taken[records["place"]]
+        near = np.isinf(records["reach"]) | (records["seen"] == given[:, None]).any(1)
+        near |= np.abs(given.astype(float) - right.astype(float)) <= records["reach"]
+        taken[records["place"][near]] = right[near]
+        return taken.reshape(value.shape)
 
     def _find_tables(self, chosen):
         """Find the outputs whose rows are chosen by values; single numbers in a fixed order are no rows."""

@@ -2,11 +2,12 @@
 
 The model is computed with each operation's result changed a little, as other implementations round otherwise, and then
 with the opposite changes. Of choices between nearly equal values, one of the two is another. They cannot be expected of
-an engine, and are not compared.
+an engine, which may answer one of the numbers that were seen then.
 """
 
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from typing import NamedTuple
 
 import numpy as np
 
@@ -18,6 +19,13 @@ Perturb = Callable[[Feeds, float, int], dict[str, Array]]
 FINE, COARSE = 19, 7
 """Bits of the operations' results that are right, where an engine computes in float32, and where it does not."""
 _PAIRS = {FINE: 2, COARSE: 1}
+_SEEN = 2 * sum(_PAIRS.values())
+_FEW_VALUES = 2
+"""Values of a number, with the model's own, up to which an engine's has to be one of them: two classes are nearly
+equal. Where there are more, as between many scores of nearly 0, the next may be one that was not seen."""
+_REACH = {FINE: 2.0, COARSE: 8.0}
+"""How far such a number may be from the model's, as a multiple of how far they were seen to move. Engines of lower
+precision than float32 change operations by more than was tried."""
 _LAST_BITS = 2.0**-22
 _DRAWS = 4
 _MARGIN = 8
@@ -45,12 +53,10 @@ class UnstableNumbers:
     def find(self, feeds: Feeds, answer: Feeds) -> dict[str, Array]:
         """Find them in one call, as :func:`find_unstable` does."""
         self._sizes.update({name: value.size for name, value in answer.items()})
-        unstable_bits = find_unstable(self._perturb, feeds, answer, self) if self._looking else {}
-        self._looking = self._looking and (
-            bool(unstable_bits) or any(value.dtype.kind != "f" for value in answer.values())
-        )
-        self._counts.update({name: int((bits >= FINE).sum()) for name, bits in unstable_bits.items()})
-        return unstable_bits
+        unstable = find_unstable(self._perturb, feeds, answer, self) if self._looking else {}
+        self._looking = self._looking and (bool(unstable) or any(value.dtype.kind != "f" for value in answer.values()))
+        self._counts.update({name: int((each["bits"] == FINE).sum()) for name, each in unstable.items()})
+        return unstable
 
     def describe(self) -> list[str]:
         """Say how many there are in all calls, output by output."""
@@ -62,23 +68,74 @@ class UnstableNumbers:
         ]
 
 
+class Draw(NamedTuple):
+    """Record numbers of an output that were others in one perturbed answer."""
+
+    bits: int
+    """Bits of the operations' results that were right."""
+    places: Array
+    """Where they are in the flat output."""
+    values: Array
+    """What they were then."""
+
+
 def find_unstable(
     perturb: Perturb, feeds: Feeds, answer: Feeds, record: UnstableNumbers | None = None
 ) -> dict[str, Array]:
     """Find the numbers that rounding decides, of whole numbers and of floats that move by far.
 
-    Returns, by output where there are some, an array like it: with how many right bits a number is still another one,
-    0 where it never is. Outputs of which most floats move by far, and how far others do, are added to ``record``.
+    Returns records as :func:`make_records` does, by output where there are some. Outputs of which most floats move by
+    far, and how far others do, are added to ``record``.
     """
-    unstable, record = dict[str, Array](), record or UnstableNumbers(perturb)
+    draws, record = dict[str, list[Draw]](), record or UnstableNumbers(perturb)
     for bits in _PAIRS:
         for number, changed in enumerate(round_otherwise(perturb, feeds, bits)):
-            _mark(unstable, answer, changed, bits, record)
-            if number and not unstable and all(value.dtype.kind == "f" for value in answer.values()):
+            _mark(draws, answer, changed, bits, record)
+            if number and not draws and all(value.dtype.kind == "f" for value in answer.values()):
                 break  # after one pair, which is so with nearly all models
         if not any(_is_whole(value).any() for value in answer.values()):
             break
-    return unstable
+    return {name: make_records(answer[name], each) for name, each in draws.items()}
+
+
+def make_records(right: Array, draws: Sequence[Draw]) -> Array:
+    """Make records of an output's numbers that rounding decides, a few bytes for each: the outputs may be large.
+
+    Each has its ``place`` in the flat output; the ``bits`` of operations' results that are right where it decides, one
+    record for each of ``FINE`` and ``COARSE``; what was ``seen`` there; and the ``reach`` within which other numbers
+    may be: 0 where two whole numbers were seen, and without end for floats.
+    """
+    kind = np.dtype([("place", "i8"), ("bits", "u1"), ("seen", right.dtype, (_SEEN,)), ("reach", "f8")])
+    levels = []
+    for bits in _PAIRS:
+        used = [draw for draw in draws if draw.bits >= bits]
+        places = np.unique(np.concatenate([draw.places for draw in used])) if used else np.zeros(0, np.int64)
+        records = np.zeros(len(places), kind)
+        own = right.reshape(-1)[places]
+        records["place"], records["bits"], records["seen"] = places, bits, own[:, np.newaxis]
+        for column, draw in enumerate(used):
+            records["seen"][np.searchsorted(places, draw.places), column] = draw.values
+        records["reach"] = _find_reach(own, records["seen"], bits)
+        levels.append(records)
+    return np.concatenate(levels)
+
+
+def _find_reach(own: Array, seen: Array, bits: int) -> Array:
+    """Find how far other numbers than those seen may be from the model's own: [numbers]."""
+    values = np.concatenate([own[:, np.newaxis], seen], axis=1).astype(np.float64)
+    many = (np.diff(np.sort(values, axis=1), axis=1) != 0).sum(axis=1) >= _FEW_VALUES
+    farthest = np.abs(values - values[:, :1]).max(axis=1)
+    whole = _is_whole(values).all(axis=1)
+    most = farthest.max(initial=0.0, where=many & whole)
+    return np.where(whole, np.where(many, _REACH[bits] * most, 0.0), np.inf)
+
+
+def spread_bits(records: Array | None, shape: tuple[int, ...]) -> Array:
+    """Spread records over an output of this shape: with how many right bits each number is still another one, or 0."""
+    bits = np.zeros(shape, np.uint8)
+    if records is not None:
+        np.maximum.at(bits.reshape(-1), records["place"], records["bits"])
+    return bits
 
 
 def round_otherwise(perturb: Perturb, feeds: Feeds, bits: int) -> Iterator[dict[str, Array]]:
@@ -88,7 +145,7 @@ def round_otherwise(perturb: Perturb, feeds: Feeds, bits: int) -> Iterator[dict[
             yield perturb(feeds, sign * 2.0**-bits, seed)
 
 
-def _mark(unstable: dict[str, Array], answer: Feeds, changed: Feeds, bits: int, record: UnstableNumbers) -> None:
+def _mark(draws: dict[str, list[Draw]], answer: Feeds, changed: Feeds, bits: int, record: UnstableNumbers) -> None:
     for name, value in answer.items():
         if name in changed and changed[name].shape == value.shape and value.size:
             moved, far = _find_moved(value, changed[name])
@@ -97,11 +154,10 @@ def _mark(unstable: dict[str, Array], answer: Feeds, changed: Feeds, bits: int, 
             elif bits == FINE:
                 moved |= far
             if bits == FINE and value.dtype.kind == "f":
-                farthest = find_farthest(value, changed[name], np.asarray(moved, np.uint8)) / _MARGIN
+                farthest = find_farthest(value, changed[name], moved) / _MARGIN
                 record.movements[name] = max(record.movements.get(name, 0.0), farthest)
             if moved.any():
-                known = unstable.get(name, np.zeros(value.shape, np.uint8))
-                unstable[name] = np.maximum(known, np.where(moved, np.uint8(bits), np.uint8(0)))
+                draws.setdefault(name, []).append(Draw(bits, np.flatnonzero(moved), changed[name][moved]))
 
 
 def _find_moved(value: Array, changed: Array) -> tuple[Array, Array]:
@@ -120,12 +176,26 @@ def _is_whole(value: Array) -> Array:
 
 
 def take_as_right(reference: Feeds, actual: Feeds, unstable: Feeds, bits: int) -> dict[str, Array]:
-    """Put the reference's numbers in the place of those that rounding decides, with so many right bits."""
+    """Put the reference's numbers in the place of those that rounding decides, with so many right bits.
+
+    ``unstable`` are records as :func:`make_records` makes them. A number that was not seen, and is not within reach of
+    the reference's, stays.
+    """
     taken = dict(actual)
-    for name, known in unstable.items():
-        given = actual.get(name)
-        if given is not None and given.shape == known.shape and given.dtype.kind == reference[name].dtype.kind:
-            taken[name] = np.where(known >= bits, reference[name], given)
+    for name, records in unstable.items():
+        given, right = actual.get(name), reference[name]
+        if given is not None and given.shape == right.shape and given.dtype.kind == right.dtype.kind:
+            taken[name] = _replace_seen(right, given, records[records["bits"] == bits])
+    return taken
+
+
+def _replace_seen(right: Array, given: Array, records: Array) -> Array:
+    taken, places = given.copy(), records["place"]
+    wanted, answered = right.reshape(-1)[places], given.reshape(-1)[places]
+    with np.errstate(invalid="ignore"):
+        near = np.abs(answered.astype(np.float64) - wanted.astype(np.float64)) <= records["reach"]
+    near |= np.isinf(records["reach"]) | (records["seen"] == answered[:, np.newaxis]).any(axis=1)
+    taken.reshape(-1)[places[near]] = wanted[near]
     return taken
 
 
@@ -140,13 +210,13 @@ def measure_movement(perturb: Perturb, feeds: Feeds, answer: Feeds, unstable: Fe
             right = answer.get(name)
             if right is not None and value.dtype.kind == "f" and value.shape == right.shape:
                 numbers = np.isfinite(value) & np.isfinite(right)
-                marks = np.where(numbers, unstable.get(name, np.uint8(0)), FINE)
-                moved[name] = max(moved.get(name, 0.0), find_farthest(right, value, marks))
+                left_out = (spread_bits(unstable.get(name), right.shape) > 0) | ~numbers
+                moved[name] = max(moved.get(name, 0.0), find_farthest(right, value, left_out))
     return moved
 
 
-def find_farthest(right: Array, moved: Array, unstable: Array | None) -> float:
-    """Find how far a number has moved at most; NaN counts for nothing, nor does what is unstable."""
+def find_farthest(right: Array, moved: Array, left_out: Array) -> float:
+    """Find how far a number has moved at most; NaN counts for nothing, nor does what is left out, a mask."""
     with np.errstate(invalid="ignore"):
         apart = np.nan_to_num(np.abs(moved.astype(np.float64) - right.astype(np.float64)), nan=0.0)
-    return float(apart.max(initial=0.0, where=True if unstable is None else unstable == 0))
+    return float(apart.max(initial=0.0, where=~left_out))

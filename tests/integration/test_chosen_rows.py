@@ -11,6 +11,8 @@ import onnx
 import pytest
 from onnx import TensorProto, helper, numpy_helper
 
+from enginesmith.pipeline.frameworks.rounding import FINE, Draw, make_records
+
 Cli = Callable[..., Any]
 EDGE, CELLS, CLASSES = 16, 64, 3
 RNG = np.random.default_rng(3)
@@ -89,7 +91,8 @@ def test_a_detector_is_quantized_as_a_whole_and_packaged(detector: Path, cli: Cl
     assert model._alike(np.eye(4), np.eye(4)[::-1])
     with np.load(bundle / "test_vector.npz") as stored:
         vector = dict(stored)
-    marked = np.full(vector["output:scores"].shape, 19, np.uint8)
-    vector |= {"output:scores": vector["output:scores"] + 5, "unstable:scores": marked}
+    scores = vector["output:scores"]
+    marked = make_records(scores + 5, [Draw(FINE, np.arange(scores.size), scores.reshape(-1) + 0.5)])
+    vector |= {"output:scores": scores + 5, "unstable:scores": marked}
     np.savez(bundle / "test_vector.npz", **vector)
     assert model.check()[1] == ["scores"], "what rounding decides is left to the comparison of sets"

@@ -21,7 +21,7 @@ from enginesmith.pipeline.engines.onnxruntime.engine import OnnxRuntime
 from enginesmith.pipeline.errors import FidelityError, ModelError, ShapeError, SignatureError, UsageError
 from enginesmith.pipeline.frameworks.fidelity import thresholds_for
 from enginesmith.pipeline.frameworks.onnx import model_file
-from enginesmith.pipeline.frameworks.rounding import FINE
+from enginesmith.pipeline.frameworks.rounding import FINE, Draw, make_records
 from enginesmith.pipeline.frameworks.torch.module import Replacement, describe_structure
 from enginesmith.pipeline.system.device import Device
 from enginesmith.pipeline.tensors import ShapeRange, Signature, TensorSpec
@@ -349,10 +349,8 @@ def test_a_wrong_answer_to_the_test_vector_is_told(opened: Load, tmp_path: Path)
     np.savez(tmp_path / "vector.npz", **{"input:x": X, "input:scale": SCALE, "output:y": X})
     with pytest.raises(FidelityError, match="does not answer its test vector: output 'y'"):
         opened("y").check()
-    np.savez(
-        tmp_path / "vector.npz",
-        **{"input:x": X, "input:scale": SCALE, "output:y": X, "unstable:y": np.full(X.shape, FINE, np.uint8)},
-    )
+    records = make_records(X, [Draw(FINE, np.arange(X.size), 2 * X.reshape(-1))])
+    np.savez(tmp_path / "vector.npz", **{"input:x": X, "input:scale": SCALE, "output:y": X, "unstable:y": records})
     assert opened("y").check().passed, "rounding decides it"
 
 

@@ -13,7 +13,7 @@ import packaged_runs
 from enginesmith.pipeline.artifact import file_digest
 from enginesmith.pipeline.engines.tensorrt.engine import TensorRTRTX
 from enginesmith.pipeline.errors import ModelError, StoreError, UsageError
-from enginesmith.pipeline.frameworks.rounding import FINE
+from enginesmith.pipeline.frameworks.rounding import COARSE, FINE, Draw, make_records
 from enginesmith.pipeline.frameworks.samples import Vector, save_vector
 from enginesmith.pipeline.measure.rows import LatencyRow
 from enginesmith.pipeline.measure.statistics import Interval
@@ -201,16 +201,17 @@ def test_the_script_allows_what_rounding_moves_the_reference_by(made: ExampleRun
 
 
 @pytest.mark.usefixtures("with_script")
-def test_the_script_does_not_judge_what_rounding_decides(made: ExampleRun, tmp_path: Path) -> None:
+def test_the_script_takes_a_number_that_rounding_decides_and_no_other(made: ExampleRun, tmp_path: Path) -> None:
     vector, inputs = tmp_path / "run/test_vector.npz", {"x": np.ones((1, 4), np.float32)}
-    for bits in (19, 7):
-        unstable = {"y": np.uint8([[0, 0, 0, bits]])}
-        save_vector(vector, Vector(inputs, {"y": np.float32([[0, 1, 2, 7]])}, {"y": 1.0}, unstable))
+    for bits, seen in ((FINE, 3.0), (COARSE, 3.0), (FINE, 5.0)):  # its answer is 3
+        wanted = np.float32([[0, 1, 2, 7]])
+        unstable = {"y": make_records(wanted, [Draw(bits, np.array([3]), np.float32([seen]))])}
+        save_vector(vector, Vector(inputs, {"y": wanted}, {"y": 1.0}, unstable))
         made.vector = made.vector.model_copy(update={"sha256": file_digest(vector)})
         made.variants = [made.record("onnxruntime-fp32", graph=made.graph, artifact=made.graph)]
-        if bits < FINE:  # of lower precisions alone
+        if bits < FINE or seen != 3.0:  # of lower precisions alone; or another number
             with pytest.raises(ModelError, match="y does not match the test vector"):
-                package(made.write(), "bundle", tmp_path / "other")
+                package(made.write(), "bundle", tmp_path / f"other-{bits}")
         else:
             package(made.write(), "bundle", tmp_path / "bundle")
             assert verify.verify(tmp_path / "bundle")[1].passed

@@ -32,6 +32,11 @@ _BY_ELEMENT = frozenset(
 """Operators of which each result has a rounding error of its own size; of all others, it is one of the largest."""
 _SUMS_OF_PRODUCTS = frozenset(("MatMul", "Gemm", "Conv", "ConvTranspose"))
 """Operators of which each result is a sum of products: its error is one of the size of these."""
+_EXACT_SUMS = {"ReduceSum": 1, "CumSum": 1, "MatMul": 2, "Gemm": 3}
+"""Operators that are exact in any order while whole numbers are small, and how many of their inputs are added or
+multiplied."""
+_LOOKED_AT = 64
+"""Numbers of a weight by which one is told that has others than whole ones."""
 _DEVIATIONS = 4.0
 _INWARDS = 4.0
 _NEARER_TO_0 = 16.0
@@ -63,6 +68,14 @@ def change_results(path: Path) -> bytes:
 
 def _is_constant(value: "ir.Value") -> bool:
     return value.is_initializer() and not value.is_graph_input()
+
+
+def _has_fractions(value: "ir.Value") -> bool:
+    """Tell whether a weight's first numbers are not all whole."""
+    if not _is_constant(value) or value.const_value is None:
+        return False
+    numbers = value.const_value.numpy().reshape(-1)[:_LOOKED_AT].astype(np.float32)
+    return bool((numbers != np.round(numbers)).any())
 
 
 class _Builder:
@@ -108,6 +121,8 @@ class _Builder:
             moved = self._make("Where", self._find_exact(floats, value.dtype), floats, moved)
         else:
             moved = self._change_sum(node, floats, change, extent)
+            if (exact := self._find_exact_sum(node, floats, value.dtype)) is not None:
+                moved = self._make("Where", exact, floats, moved)
         return moved if floats is value else self._make("Cast", moved, to=value.dtype)
 
     def _change_sum(self, node: "ir.Node", floats: "ir.Value", change: "ir.Value", extent: "ir.Value") -> "ir.Value":
@@ -134,17 +149,45 @@ class _Builder:
 
     def _find_exact(self, floats: "ir.Value", dtype: "ir.DataType | None") -> "ir.Value":
         """Mark numbers that nobody rounds: all if they are whole and small, and those of ``find_infinite``."""
-        most = {ir.DataType.FLOAT16: 2.0**11, ir.DataType.BFLOAT16: 2.0**8}.get(dtype or ir.DataType.FLOAT, 2.0**24)
         size = self._make("Abs", floats)
         finite = self._make("Less", size, self._constant(np.inf))
         largest = self._make_largest(self._make("Where", finite, size, self._constant(0.0)))
         alike = self._make("Equal", size, largest)
         several = self._make("Greater", self._count_marks(alike), self._constant(1.0))
         infinite = self._make("GreaterOrEqual", largest, self._constant(INFINITE))
-        whole = self._make("Equal", floats, self._make("Round", floats))
-        none = self._make("Less", self._count_marks(self._make("Not", whole)), self._constant(1.0))
-        counts = self._make("And", none, self._make("LessOrEqual", largest, self._constant(most)))
+        counts = self._make("And", self._are_whole(floats), self._is_small(largest, dtype))
         return self._make("Or", counts, self._make("And", alike, self._make("And", several, infinite)))
+
+    def _find_exact_sum(self, node: "ir.Node", floats: "ir.Value", dtype: "ir.DataType | None") -> "ir.Value | None":
+        """Mark sums of whole numbers, [] bool, whose sizes are exact together; None for other operators and weights.
+
+        A product of whole numbers is no larger than its square, so that small sums of squares have small parts.
+        """
+        given = [value for value in node.inputs[: _EXACT_SUMS.get(node.op_type, 0)] if value is not None]
+        if not given or any(_has_fractions(value) for value in given):
+            return None
+        numbers = [self._to_float(value) for value in given]
+        if node.op_type in _SUMS_OF_PRODUCTS:
+            size = self._make_squared_sum(node)
+        else:
+            sizes = [self._make("Abs", numbers[0]), *(value for value in node.inputs[1:] if value is not None)]
+            size = self._make(node.op_type, *sizes, **node.attributes)
+        exact = self._is_small(self._make_largest(size), dtype)
+        for each in (floats, *numbers):
+            exact = self._make("And", exact, self._are_whole(each))
+        return exact
+
+    def _to_float(self, value: "ir.Value") -> "ir.Value":
+        return value if value.dtype == ir.DataType.FLOAT else self._make("Cast", value, to=ir.DataType.FLOAT)
+
+    def _are_whole(self, floats: "ir.Value") -> "ir.Value":
+        whole = self._make("Equal", floats, self._make("Round", floats))
+        return self._make("Less", self._count_marks(self._make("Not", whole)), self._constant(1.0))
+
+    def _is_small(self, largest: "ir.Value", dtype: "ir.DataType | None") -> "ir.Value":
+        """Tell whether numbers of a dtype are exact up to this one."""
+        most = {ir.DataType.FLOAT16: 2.0**11, ir.DataType.BFLOAT16: 2.0**8}.get(dtype or ir.DataType.FLOAT, 2.0**24)
+        return self._make("LessOrEqual", largest, self._constant(most))
 
     def _count_marks(self, marks: "ir.Value") -> "ir.Value":
         return self._make("ReduceSum", self._make("Cast", marks, to=ir.DataType.FLOAT), keepdims=0)
@@ -161,14 +204,15 @@ class _Builder:
 
     def _make_spread(self, node: "ir.Node") -> "ir.Value":
         """Make what rounding moves a node's sums by: some times the root of the sum of squared products."""
+        return self._make("Mul", self._make("Sqrt", self._make_squared_sum(node)), self._constant(_DEVIATIONS))
+
+    def _make_squared_sum(self, node: "ir.Node") -> "ir.Value":
         squares = []
         for value in node.inputs:
             if value is not None:
-                half = value.dtype != ir.DataType.FLOAT
-                floats = self._make("Cast", value, to=ir.DataType.FLOAT) if half else value
+                floats = self._to_float(value)
                 squares.append(self._make("Mul", floats, floats))
-        squared = self._make("Abs", self._make(node.op_type, *squares, **node.attributes))  # alpha may be negative
-        return self._make("Mul", self._make("Sqrt", squared), self._constant(_DEVIATIONS))
+        return self._make("Abs", self._make(node.op_type, *squares, **node.attributes))  # alpha may be negative
 
     def _make_largest(self, known: "ir.Value") -> "ir.Value":
         flat = self._make("Reshape", self._make("Abs", known), self._constant(np.array([-1])))

@@ -16,6 +16,8 @@ _CHOOSING = (
         "amax",
         "amin",
         "aminmax",
+        "cummax",
+        "cummin",
         "topk",
         "sort",
         "kthvalue",
@@ -37,10 +39,14 @@ _UP_TO_ONE = (*_PROBABILITIES, "tanh", "erf")
 _APPROXIMATE = (*_UP_TO_ONE, "silu", "gelu", "mish", "softplus", "elu", "selu", "hardswish", "log_sigmoid")
 """Functions that runtimes compute by polynomials, whose error is one of the whole range."""
 _SUMS_OF_PRODUCTS = (
-    *("mm", "addmm", "bmm", "baddbmm", "matmul", "linear", "mv", "dot", "convolution", "_convolution"),
+    *("mm", "addmm", "bmm", "baddbmm", "matmul", "linear", "mv", "dot"),
+    *("convolution", "_convolution"),
     *("conv1d", "conv2d", "conv3d", "conv_transpose1d", "conv_transpose2d", "conv_transpose3d"),
 )
 """Operations of which each result is a sum of products; none of them mixes the numbers of another result in."""
+_MATRIX_PRODUCTS = _SUMS_OF_PRODUCTS[:8]
+_EXACT_SUMS = (*_MATRIX_PRODUCTS, "sum", "nansum", "cumsum", "prod", "cumprod", "scatter_add", "index_add")
+"""Operations that are exact in any order while whole numbers are small; convolutions may be computed in fractions."""
 _DEVIATIONS = 4.0
 """The largest of a tensor's numbers, as a multiple of their root mean square: sums are changed by as much of theirs."""
 _MOST_OPERATIONS = 100_000
@@ -91,6 +97,8 @@ class Perturbed(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if views or name in _CHOOSING or not any(isinstance(arg, (torch.Tensor, list, tuple)) for arg in args):
             return result
         by_element = torch.Tag.pointwise in func.tags and name not in _APPROXIMATE
+        if name in _EXACT_SUMS and _is_exact_sum(func, args, kwargs or {}, result):
+            return result
         spread = _compute_spread(func, args, kwargs or {}) if name in _SUMS_OF_PRODUCTS else None
 
         def change(value: object) -> object:
@@ -102,8 +110,8 @@ class Perturbed(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def _change(self, value: torch.Tensor, name: str, spread: torch.Tensor | None, *, by_element: bool) -> torch.Tensor:
         floats, largest = value.float(), float(value.abs().max())
-        if by_element and largest <= 2 / torch.finfo(value.dtype).eps and bool((floats == floats.round()).all()):
-            return value  # whole numbers as large as all are exact up to: a mask, or counts
+        if by_element and _are_exact(value):
+            return value  # a mask, or counts
         numbers = None
         if not largest < _LEAST_FILL:  # NaN, infinity, or what may fill masked places
             sizes = floats.abs()
@@ -127,6 +135,35 @@ class Perturbed(TorchDispatchMode):  # type: ignore[no-untyped-call]
             moved = noise.mul_(size).add_(floats)
             moved = torch.where(moved * floats <= 0, floats / _NEARER_TO_0, moved)
         return moved.to(value.dtype) if numbers is None else torch.where(numbers, moved.to(value.dtype), value)
+
+
+def _are_exact(value: torch.Tensor) -> bool:
+    """Tell whether all are whole numbers as large as all are exact up to."""
+    return bool((value.abs() <= 2 / torch.finfo(value.dtype).eps).all()) and bool((value == value.round()).all())
+
+
+def _is_exact_sum(
+    func: Callable[..., Any], args: tuple[object, ...], kwargs: Mapping[str, object], result: object
+) -> bool:
+    """Tell whether no implementation rounds sums or products: of whole numbers alone, whose sizes are exact together.
+
+    Sums of sizes are no less than any part of a sum, in whichever order it is computed; so are products without zeros.
+    """
+    if not (isinstance(result, torch.Tensor) and result.is_floating_point() and _are_exact(result)):
+        return False
+    product = "prod" in func.__name__
+
+    def measure(value: object) -> object:
+        if not isinstance(value, torch.Tensor) or not value.is_floating_point():
+            return value
+        return value.abs().clamp(min=1) if product else value.abs()
+
+    given = [value for value in (*args, *kwargs.values()) if isinstance(value, torch.Tensor)]
+    if not all(_are_exact(value) for value in given if value.is_floating_point()):
+        return False
+    factors = {name: abs(value) for name, value in kwargs.items() if isinstance(value, int | float) and name != "dim"}
+    measured = {name: measure(value) for name, value in kwargs.items()}
+    return _are_exact(func(*map(measure, args), **{**measured, **factors}))
 
 
 def _compute_spread(

@@ -24,7 +24,7 @@ from enginesmith.pipeline.frameworks.fidelity import (
     describe_failure,
     thresholds_for,
 )
-from enginesmith.pipeline.frameworks.rounding import COARSE, find_farthest
+from enginesmith.pipeline.frameworks.rounding import COARSE, find_farthest, spread_bits
 from enginesmith.pipeline.frameworks.row_sets import count_rows
 from enginesmith.pipeline.tensors import Array, Feeds, Signature, find_fill, find_infinite
 from enginesmith.pipeline.units import format_share
@@ -241,7 +241,8 @@ def measure_sensitivity(
     for changed in _change_floats(feeds, _STEPS.get(precision, _STEPS["fp32"]), seed):
         for name, value in answer(changed).items():
             if value.shape == first[name].shape and value.size:
-                moved[name] = max(moved.get(name, 0.0), find_farthest(first[name], value, unstable.get(name)))
+                left_out = spread_bits(unstable.get(name), value.shape) > 0
+                moved[name] = max(moved.get(name, 0.0), find_farthest(first[name], value, left_out))
             elif value.shape != first[name].shape:
                 moved[name] = np.inf
     return moved
