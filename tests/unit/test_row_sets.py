@@ -6,13 +6,13 @@ from typing import Any
 import numpy as np
 import onnx
 import pytest
-from onnx import TensorProto, helper
+from onnx import TensorProto, helper, numpy_helper
 
 from enginesmith.pipeline.errors import FidelityError
 from enginesmith.pipeline.frameworks.fidelity import Fidelity, compare, compare_calls, describe_failure, thresholds_for
 from enginesmith.pipeline.frameworks.onnx import model_file
 from enginesmith.pipeline.frameworks.onnx.model_file import find_unordered
-from enginesmith.pipeline.frameworks.rounding import FINE
+from enginesmith.pipeline.frameworks.rounding import FINE, Draw, make_records
 from enginesmith.pipeline.tensors import Array, Signature, TensorSpec
 
 RNG = np.random.default_rng(0)
@@ -57,7 +57,8 @@ def test_order_does_not_count() -> None:
 
 def test_what_rounding_decides_is_left_to_the_comparison_of_sets() -> None:
     """A number of another row in the place of one that is marked would make rows that nobody answered."""
-    found, marked = boxes(50), {"label": np.full(50, FINE, np.uint8)}
+    found = boxes(50)
+    marked = {"label": make_records(found["label"], [Draw(FINE, np.arange(50), (found["label"] + 1) % 3)])}
     order = RNG.permutation(50)
     assert compare(found, take(found, order), thresholds_for("fp32"), FREE, unstable=marked).passed
     wrong = {**found, "label": (found["label"] + 1) % 3}
@@ -255,6 +256,79 @@ def test_a_choice_among_constants_or_sizes_is_none() -> None:
         outputs=("y",),
     )
     assert find_unordered(graph) == {}
+
+
+def read_graph(text: str, **weights: Any) -> onnx.GraphProto:
+    graph = onnx.parser.parse_graph(f"net (float[batch, 4, 10] x, int64[batch, 4, 10] mask) => {text}")
+    graph.initializer.extend(numpy_helper.from_array(np.asarray(value), name) for name, value in weights.items())
+    return graph
+
+
+CHOICES = """
+    big = Greater(x, limit)
+    places = NonZero(big)
+    index = Transpose <perm = [1, 0]> (places)
+    again = Greater(x, limit)
+    same = NonZero(again)
+    other = Transpose <perm = [1, 0]> (same)
+    count = Shape <start = 1> (places)
+    few, best = TopK <axis = -1> (x, k)
+"""
+
+
+@pytest.mark.parametrize(
+    "write",
+    [
+        "fill = Expand(limit, count) y = ScatterND(x, index, fill)",
+        "y = ScatterND(x, index, rows)",
+        "taken = GatherND(x, other) changed = Relu(taken) y = ScatterND(x, index, changed)",
+        "y = ScatterElements <axis = -1> (x, best, few)",
+        "shape = Shape(best) fill = Expand(limit, shape) y = ScatterElements <axis = -1> (x, best, fill)",
+        "z = GatherElements <axis = 2> (mask, best) f = Cast <to = 1> (z) y = ScatterElements <axis = 2> (x, best, f)",
+    ],
+)
+def test_writing_at_chosen_places_moves_no_row(write: str) -> None:
+    """Frames whose padding is filled by a mask are in their order: frames in another one are wrong."""
+    weights = {"limit": np.float32(0), "k": np.array([2]), "rows": np.arange(5, dtype=np.float32)}
+    assert find_unordered(read_graph(f"(float[batch, 4, 10] y) {{ {CHOICES} {write} }}", **weights)) == {}
+
+
+@pytest.mark.parametrize(
+    "write",
+    [
+        "taken = GatherND(x, index) y = ScatterND(x, start, taken)",
+        "y = ScatterElements <axis = -1> (x, best, rows)",
+        "taken = GatherElements <axis = -1> (x, best) y = ScatterND(x, index, taken)",
+        "z = GatherElements <axis = -1> (x, best) y = ScatterND(z, start, rows)",
+        "y = Compress <axis = 2> (x, flags)",
+        "y = GatherND(x, index)",
+        "y, order = Unique <axis = 0> (x)",
+    ],
+)
+def test_rows_that_are_put_elsewhere_are_found(write: str) -> None:
+    weights = {"limit": np.float32(0), "k": np.array([2]), "rows": np.arange(5, dtype=np.float32)}
+    flags = "sums = ReduceSum <keepdims = 0> (x, axes) flags = Greater(sums, limit)"
+    text = f"(float[batch, 4, 10] y) {{ {CHOICES} {flags} {write} }}"
+    graph = read_graph(text, **weights, start=np.array([[0]]), axes=np.array([0, 1]))
+    assert find_unordered(graph) == {"y": "rows"}
+
+
+@pytest.mark.parametrize(
+    ("mask", "exact"),
+    [
+        ("m = Cast <to = 9> (mask)", True),
+        ("n = Not(half) f = Cast <to = 1> (mask) g = Greater(f, part) m = And(g, g)", True),
+        ("s = Shape(x) z = Expand(part, s) m = Greater(z, part)", True),
+        ("f = Cast <to = 1> (mask) g = Mul(f, part) m = Greater(g, part)", False),
+        ("f = Cast <to = 1> (mask) g = Add(f, x) m = Greater(g, part)", False),
+        ("g = Gather(table, mask) m = Greater(g, part)", False),
+    ],
+)
+@pytest.mark.parametrize("choice", ["p = NonZero(m)", "p = Compress <axis = 0> (places, m)", "p = Unique(m)"])
+def test_what_whole_numbers_of_the_inputs_choose_has_one_order(mask: str, exact: bool, choice: str) -> None:
+    weights = {"part": np.float32(0.5), "half": np.array(True), "places": np.arange(4)}
+    graph = read_graph(f"(int64[n] p) {{ {mask} {choice} }}", **weights, table=np.ones((2, 2), np.float32))
+    assert ("p" in find_unordered(graph)) is not exact
 
 
 def test_choices_in_subgraphs_are_found() -> None:
