@@ -103,6 +103,10 @@ class Session(ABC):
         """
         return {}
 
+    def find_choosing(self, feeds: Feeds) -> frozenset[str] | None:
+        """Find the outputs whose rows may be chosen by values, as a run on these feeds shows; None where any may be."""
+        return frozenset(self.signature.unordered)
+
     def release_idle_memory(self) -> None:  # noqa: B027 - most engines keep nothing
         """Give back memory that libraries keep for later calls; no session of this process may be running."""
 

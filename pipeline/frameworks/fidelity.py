@@ -48,8 +48,8 @@ class Thresholds(BaseModel, frozen=True, extra="forbid"):
     min_agreement: float = 0.9999
     """Share of equal elements of integer and bool outputs: of 10 000 classes of pixels, one may lie on an edge."""
     right_bits: int = FINE
-    """Bits of operations' results that are taken to be right: where rounding decides a number with so many, or with more,
-    the numbers that it makes are right."""
+    """Bits of operations' results that are taken to be right: where rounding decides a number with so many, or with
+    more, the numbers that it makes are right."""
 
     def with_sqnr(self, min_sqnr_db: float | None) -> Self:
         """Put an SQNR, if one was asked for, in the place of the first two."""
@@ -126,6 +126,11 @@ class Fidelity(Closeness):
         """Return the smallest share of rows that have a partner; None where no output's rows are chosen by values."""
         return min((output.paired for output in self.outputs if output.paired is not None), default=None)
 
+    @property
+    def sets(self) -> tuple[str, ...]:
+        """List the outputs that are compared as sets of rows."""
+        return tuple(output.name for output in self.outputs if output.paired is not None)
+
 
 def thresholds_for(precision: str, min_sqnr_db: float | None = None) -> Thresholds:
     """Look up the thresholds of a precision; an SQNR that was asked for stands instead of its first two.
@@ -172,8 +177,8 @@ def compare_calls(
     Samples of all calls are pooled, as those of one larger batch are. Outputs whose rows are chosen by values, as the
     signature tells, are compared as sets of rows: boxes that a NonMaxSuppression leaves. ``ranges`` are those of
     outputs beyond these calls, where they are known; ``unstable`` are numbers that rounding decides, call by call, as
-    ``find_unstable`` returns them: one that rounding makes of them is right. ``rounding`` is how far rounding in float32 moves outputs of
-    the reference itself: engines that compute in float32 may be as far from it.
+    ``find_unstable`` returns them: what rounding makes of them is right. ``rounding`` is how far rounding in float32
+    moves outputs of the reference itself: engines that compute in float32 may be as far from it.
 
     Raises:
         FidelityError: an output is missing, or has another shape or another kind of dtype.

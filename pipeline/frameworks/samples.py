@@ -70,10 +70,23 @@ class Samples(BaseModel, frozen=True):
     """Outputs of the baseline that move far where its operations are rounded otherwise."""
     rounding: dict[str, float] = {}
     """How far rounding in float32 moves each floating-point output of the baseline."""
+    choosing: tuple[str, ...] | None = None
+    """Outputs whose rows the baseline chooses by values; None where it may be any."""
     assumed: tuple[str, ...] = ()
     """Dynamic dimensions whose sizes nothing tells: neither options nor data nor an example."""
     class_names: tuple[str, ...] = ()
     """Names of the model's classes by number, where it has some: labels that are words are numbered by them."""
+
+    def limit_sets(self, signature: Signature, names: Mapping[str, str] = MappingProxyType({})) -> Signature:
+        """Leave only outputs to be compared as sets of rows that the baseline chooses: a file alone allows none.
+
+        ``names`` are those in the signature that are others than the baseline's.
+        """
+        if self.choosing is None:
+            return signature
+        allowed = {names.get(name, name) for name in self.choosing}
+        kept = {name: kind for name, kind in signature.unordered.items() if name in allowed}
+        return signature.model_copy(update={"unordered": kept})
 
 
 def batch_symbol(signature: Signature) -> str | None:

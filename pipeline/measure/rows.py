@@ -400,5 +400,7 @@ class StageFidelity(BaseModel, frozen=True):
     argmax_agreement: float | None
     paired: float | None = None
     """Smallest share of rows with a partner of all outputs whose rows are chosen by values; they are sets of rows."""
+    sets: tuple[str, ...] = ()
+    """Outputs that are compared as sets of rows, whatever their order."""
     passed: bool
     reason: str = ""

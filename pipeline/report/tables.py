@@ -238,7 +238,8 @@ def describe_pass(entry: StageFidelity) -> str:
     """Say whether a comparison was close enough, and if not why."""
     if not entry.passed:
         return f"no: {entry.reason}" if entry.reason else "no"
-    return f"not judged: {entry.reason}" if entry.reason else "yes"
+    sets = f", {', '.join(map(repr, entry.sets))} as sets of rows" if entry.sets else ""
+    return f"not judged: {entry.reason}" if entry.reason else f"yes{sets}"
 
 
 def format_median_interval(row: LatencyRow) -> str:

@@ -471,10 +471,12 @@ def _step(name: StepRef, outcome: Outcome | None) -> StepRecord:
     )
 
 
-def _add_from_graph(signature: Signature, outcomes: Outcomes) -> Signature:
+def _add_from_graph(signature: Signature, outcomes: Outcomes, known: samples.Samples | None) -> Signature:
     """Add what only the graph shows: outputs whose rows depend on values, how many they may be, and indices."""
     signatures = [
-        outcome.artifact.signature for outcome in outcomes.values() if outcome.artifact and outcome.artifact.signature
+        known.limit_sets(outcome.artifact.signature) if known else outcome.artifact.signature
+        for outcome in outcomes.values()
+        if outcome.artifact and outcome.artifact.signature
     ]
     unordered = next((each.unordered for each in signatures if each.unordered), {})
     tables = next((each.tables for each in signatures if each.tables), {})
@@ -510,7 +512,7 @@ def _model(recipe: Recipe, plan: Plan, outcomes: Outcomes) -> ModelRecord:
         source=recipe.model,
         sha256=model.sha256 if model else None,
         content=content_digest(model.folder) if model else "",
-        signature=_add_from_graph(model.signature, outcomes) if model and model.signature else None,
+        signature=_add_from_graph(model.signature, outcomes, known) if model and model.signature else None,
         data=known.data if known else None,
         parts=known.parts if known else {},
         interacting_samples=bool(known and known.interacting),

@@ -1,13 +1,14 @@
-"""Choose sizes and an example for files that bring none, and describe what is assumed by that."""
+"""Choose sizes and an example for files that bring none, and find out about a model by running it on feeds."""
 
 import contextlib
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 
 import numpy as np
 
 from enginesmith.calibration.dataset import Dataset
 from enginesmith.pipeline.artifact import Artifact
-from enginesmith.pipeline.engines.base import Engine
+from enginesmith.pipeline.engines.base import Engine, Session
 from enginesmith.pipeline.errors import ModelError
 from enginesmith.pipeline.frameworks import samples
 from enginesmith.pipeline.system.device import Device
@@ -124,3 +125,14 @@ def advise(model: Artifact, known: Mapping[str, ShapeRange], assumed: Sequence[s
         "; they are drawn at random from the example's: give samples with --eval DATA, or, where inputs are not "
         f"made of samples, call their dimensions otherwise than {symbol!r}: the example is then cut to other sizes"
     )
+
+
+def find_choosing(session: Session, cases: Sequence[samples.Case], folder: Path) -> tuple[str, ...] | None:
+    """Find the outputs whose rows the baseline chooses by values, at the feeds of any case; None where any may be."""
+    choosing = set[str]()
+    for index in range(len(cases)):
+        found = session.find_choosing(samples.read_arrays(folder, "feeds", index))
+        if found is None:
+            return None
+        choosing |= found
+    return tuple(sorted(choosing))

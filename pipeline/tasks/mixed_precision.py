@@ -120,13 +120,13 @@ class Goal(BaseModel, frozen=True, extra="forbid"):
 
     def _compare(self, session: Session, reference: Artifact) -> Fidelity:
         """Compute the worst fidelity over the points of the shape range."""
-        thresholds, spans = thresholds_for(self.threshold, self.min_sqnr_db), samples.read(reference.folder).spans
+        thresholds, known = thresholds_for(self.threshold, self.min_sqnr_db), samples.read(reference.folder)
         points = [
             compare_calls(
                 list(zip(expected, map(session.run, feeds), strict=True)),
                 thresholds,
-                session.signature,
-                spans,
+                known.limit_sets(session.signature),
+                known.spans,
                 unstable,
             )
             for _, feeds, expected, unstable in samples.read_calls(reference.folder)

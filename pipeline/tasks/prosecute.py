@@ -175,7 +175,8 @@ class Prosecute(EngineCheck):
         signature = inputs["model"].signature or inputs[GIVEN].signature
         assert signature is not None
         graph = stages[-2].answer if len(stages) > 2 and stages[-2].precision == self.precision else None
-        space = InputSpace(signature, samples.read(reference).ranges, feeds)
+        known = samples.read(reference)
+        space = InputSpace(known.limit_sets(signature), known.ranges, feeds)
         if self.precision in EXACT:
             graph = None
         floats = [stage.answer for stage in stages[1:-1] if stage.precision in EXACT]

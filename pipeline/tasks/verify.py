@@ -43,7 +43,7 @@ from enginesmith.pipeline.passes.base import Progress
 from enginesmith.pipeline.system.device import Device
 from enginesmith.pipeline.tasks.base import RECORDS, Inputs, Task, write_records
 from enginesmith.pipeline.tasks.calibrate import Feeder, open_data, read_class_names
-from enginesmith.pipeline.tasks.examples import advise, describe_assumed, find_example, list_assumed
+from enginesmith.pipeline.tasks.examples import advise, describe_assumed, find_choosing, find_example, list_assumed
 from enginesmith.pipeline.tasks.quality import EngineCheck, describe_numbering, try_metric
 from enginesmith.pipeline.tensors import DTYPES, Array, Feeds, ShapeRange, Signature, TensorSpec, format_sizes
 from enginesmith.pipeline.units import count_words, format_share
@@ -122,6 +122,7 @@ class Sample(Task):
                 data = _put_telling_first(session, data, max(batches))
             unstable = UnstableNumbers(session.perturb)
             odd, lost, spans = self._answer(session, unstable, cases, given, data, advice, out, progress)
+            choosing = find_choosing(session, cases, out)
             interacting = self._describe_interaction(session, cases, given, data, out)
         name = data.name if data else samples.SYNTHETIC
         parts, notes = dict[str, int](), data.notes if data else ()
@@ -129,7 +130,7 @@ class Sample(Task):
             parts, notes = count_parts(data, self.data, self.data_options), (*notes, *check_parts(data))
         unsteady = tuple(sorted(unstable.unsteady))
         facts = {"parts": parts, "spans": spans, "interacting": bool(interacting), "unsteady": unsteady}
-        facts |= {"rounding": unstable.movements, "class_names": class_names, "assumed": assumed}
+        facts |= {"choosing": choosing, "rounding": unstable.movements, "class_names": class_names, "assumed": assumed}
         samples.write(out, samples.Samples(data=name, ranges=ranges, cases=cases, **facts))
         if empty := [key for key, share in odd.items() if share == 1.0]:
             raise SourceError(
@@ -448,7 +449,7 @@ class Verify(EngineCheck):
             result = compare_calls(
                 list(zip(expected, answers, strict=True)),
                 thresholds,
-                session.signature,
+                known.limit_sets(session.signature, names),
                 _rename(known.spans, names),
                 unstable,
                 _rename(known.rounding, names),
@@ -471,6 +472,7 @@ class Verify(EngineCheck):
                 batch=case.batch,
                 **result.model_dump(include={"sqnr_db", "cosine", "max_abs_error", "argmax_agreement"}),
                 paired=result.paired,
+                sets=result.sets,
                 passed=result.passed or not self.judged,
                 reason=reason,
             )

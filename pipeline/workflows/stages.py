@@ -226,7 +226,8 @@ def verify(recipe: Recipe, file: Path, settings: Settings) -> StageResult:
     outcomes = run_steps(plans.verify_steps(resolve_recipe(recipe), str(file)), settings, recipe)
     checked = outcomes[plans.VERIFY_FILE].artifact
     fidelity = tuple(read_models(checked, StageFidelity))
-    notes = "".join(f"\n  note: {note}" for note in checked.history[-1].notes) if checked else ""
+    judged = [artifact for artifact in (outcomes[REFERENCE].artifact, checked) if artifact]
+    notes = "".join(f"\n  note: {note}" for artifact in judged for note in artifact.history[-1].notes)
     return StageResult(summary=f"{file} {_describe_closeness(fidelity, recipe)}{notes}", fidelity=fidelity)
 
 

@@ -274,6 +274,28 @@ def test_sums_that_are_too_large_and_means_are_not_exact() -> None:
     assert perturb(lambda x: x.mean(-1, keepdim=True), np.float32([[1, 2, 3, 2]])).tolist() != [[2.0]]
 
 
+@pytest.mark.parametrize(
+    ("function", "chooses"),
+    [
+        (lambda x: x.topk(2, dim=1).values, True),
+        (lambda x: x[x[:, 0] > 0], True),
+        (lambda x: x[(x[:, 0] > 0).nonzero()[:, 0]], True),
+        (lambda x: x.sort(1).values, True),
+        (lambda x: x.flip(1).index_put((x > 0,), torch.tensor(0.0)), False),
+        (lambda x: x[torch.arange(1)].masked_fill(x > 0, 0), False),
+        (lambda x: torch.cond(x.max() > 3.0, torch.relu, torch.tanh, (x,)), True),
+    ],
+)
+@pytest.mark.filterwarnings("ignore")
+def test_modules_that_choose_rows_by_values_are_told(
+    function: Callable[[torch.Tensor], torch.Tensor], chooses: bool
+) -> None:
+    session = open_session(function)
+    assert session.find_choosing({"x": np.ones((2, 4), np.float32)}) == (None if chooses else frozenset())
+    session.signature = session.signature.model_copy(update={"outputs": (TensorSpec.parse("y:float32:boxes,4"),)})
+    assert session.find_choosing({"x": np.ones((2, 4), np.float32)}) is None, "how many rows it has tells it"
+
+
 def test_calls_are_looked_at_as_long_as_there_is_something() -> None:
     tried = []
 

@@ -3,6 +3,7 @@
 from pathlib import Path
 
 import numpy as np
+import onnx_ir as ir
 import pytest
 
 from enginesmith.calibration.dataset import Dataset
@@ -13,15 +14,18 @@ from enginesmith.pipeline.engines.onnxruntime.session import OnnxRuntimeSession
 from enginesmith.pipeline.errors import FidelityError, ModelError
 from enginesmith.pipeline.frameworks import samples
 from enginesmith.pipeline.frameworks.fidelity import compare, describe_failure, thresholds_for
+from enginesmith.pipeline.frameworks.onnx import model_file
 from enginesmith.pipeline.frameworks.rounding import FINE, spread_bits
 from enginesmith.pipeline.frameworks.samples import Case, Samples
+from enginesmith.pipeline.measure.rows import StageFidelity
+from enginesmith.pipeline.report.tables import describe_pass
 from enginesmith.pipeline.system.device import Device
 from enginesmith.pipeline.tasks.base import read_records
 from enginesmith.pipeline.tasks.mixed_precision import Goal
 from enginesmith.pipeline.tasks.tune import ENGINE, Tune
 from enginesmith.pipeline.tasks.verify import Answers, Sample, Verify, _put_telling_first
 from enginesmith.pipeline.tensors import Feeds, Signature, TensorSpec
-from graphs import save_operator
+from graphs import parse_graph, save_operator
 
 
 def test_a_graph_that_is_bad_on_some_samples_is_rejected_at_batch_1(tmp_path: Path) -> None:
@@ -182,9 +186,50 @@ def test_an_output_that_rounding_decides_as_a_whole_is_compared_and_the_cause_is
     assert made is not None
     changes = {"outputs": (TensorSpec.parse("y:float32:boxes,3"),), "unordered": {"y": "rows"}}
     inputs["model"] = inputs["model"].model_copy(update={"signature": made.model_copy(update=changes)})
+    assert "SQNR" in check.run(inputs, tmp_path / "verify", lambda _: None).rejected
+    known = samples.read(reference.parent)
+    assert known.choosing == ()
+    samples.write(reference.parent, known.model_copy(update={"choosing": ("y",)}))
     rejected = check.run(inputs, tmp_path / "verify", lambda _: None).rejected
     assert "of the rows in output 'y' have a partner" in rejected
     assert "division" not in rejected, "sets of rows allow for rounding themselves"
+
+
+@pytest.mark.parametrize("choosing", [(), ("answer",), None])
+def test_a_file_alone_does_not_have_its_rows_compared_as_a_set(
+    choosing: tuple[str, ...] | None, tmp_path: Path
+) -> None:
+    """It lists rows by their values, all of them, and in reverse order; the model does not choose any."""
+    (reference := tmp_path / "reference").mkdir()
+    case = Case(points=("min",), sizes={"batch": 1}, batch=1)
+    samples.write(reference, Samples(data="x", ranges={}, cases=(case,), choosing=choosing))
+    rows = np.float32([[1, 2], [3, 4], [5, 6]])
+    samples.write_arrays(reference, "feeds", 0, {"x": rows[np.newaxis]})
+    samples.write_arrays(reference, "outputs", 0, {"answer": rows})
+    text = """net (float[1, 3, 2] x) => (float[3, 2] y) {
+        whole = Squeeze(x, zero)
+        large = Greater(whole, limit)
+        some = Slice(large, zero, one, one)
+        row = Squeeze(some, one)
+        places = NonZero(row)
+        listed = Squeeze(places, zero)
+        order = Slice(listed, last, first, last, last)
+        y = Gather(whole, order)
+    }"""
+    numbers = {"zero": [0], "one": [1], "last": [-1], "first": [-9]}
+    weights = {name: np.array(value) for name, value in numbers.items()} | {"limit": np.float32(0)}
+    ir.save(parse_graph(text, 21, **weights), path := tmp_path / "net.onnx")
+    model = Artifact(kind="onnx", path=path, sha256="", bytes=0, signature=model_file.signature(path))
+    assert model.signature is not None
+    assert model.signature.unordered == {"y": "rows"}
+    inputs = {"reference": Artifact(kind="reference", path=reference / samples.RECORD, sha256="", bytes=0)}
+    check = Verify(stage="file", engine=OnnxRuntime(), device=Device(), precision="fp32", min_sqnr_db=None)
+    effect = check.run({**inputs, "model": model}, tmp_path, lambda _: None)
+    assert bool(effect.rejected) == (choosing == ())
+    made = Artifact(kind="record", path=tmp_path / effect.file, sha256="", bytes=0)
+    (entry,) = (StageFidelity.model_validate(each) for each in read_records(made))
+    assert entry.sets == (() if effect.rejected else ("y",))
+    assert describe_pass(entry).startswith("no: " if effect.rejected else "yes, 'y' as sets of rows")
 
 
 def test_the_ranges_of_a_changed_model_are_of_its_own_answers(tmp_path: Path) -> None:

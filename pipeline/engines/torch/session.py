@@ -32,7 +32,7 @@ from enginesmith.pipeline.engines.profiling import (
 )
 from enginesmith.pipeline.errors import EnginesmithError, ModelError
 from enginesmith.pipeline.frameworks.torch import file_tracking
-from enginesmith.pipeline.frameworks.torch.rounding import answer_perturbed
+from enginesmith.pipeline.frameworks.torch.rounding import answer_perturbed, may_choose_rows
 from enginesmith.pipeline.system.device import Device
 from enginesmith.pipeline.system.oom import out_of_memory, says_out_of_memory
 from enginesmith.pipeline.tensors import Array, Feeds, Signature
@@ -173,6 +173,15 @@ class EagerSession(Session):
             specs = self.signature.outputs if outputs else ()
             pairs = zip(specs, outputs, strict=True)
             return {spec.name: value.to("cpu", getattr(torch, spec.dtype)).numpy() for spec, value in pairs}
+
+    def find_choosing(self, feeds: Feeds) -> frozenset[str] | None:
+        own, known = frozenset(self.signature.unordered), {*self.signature.symbols}
+        if any({*spec.symbols} - known for spec in self.signature.outputs) or not isinstance(
+            self.forward, torch.nn.Module
+        ):
+            return None
+        with self._use_stream(), self._inference_mode():
+            return None if may_choose_rows(self.forward, self.bind(feeds)) else own
 
     def _enter_stream(self) -> None:
         if self._stream:

@@ -34,6 +34,13 @@ _CHOOSING = (
     *("full", "full_like", "new_full", "ones", "ones_like", "new_ones"),
 )
 """Operations whose results are numbers that they were given: nothing is rounded."""
+_CHOOSING_ROWS = (
+    *("topk", "sort", "argsort", "msort", "kthvalue", "nonzero", "nonzero_static", "argwhere", "masked_select"),
+    *("_unique", "_unique2", "unique_dim", "unique_consecutive", "unique_dim_consecutive"),
+)
+"""Operations that choose or sort rows by values; so does indexing with a mask."""
+_MASKS = (torch.bool, torch.uint8)
+_NAMESPACES = ("aten", "prims", "prim")
 _PROBABILITIES = ("sigmoid", "softmax", "_softmax")
 _UP_TO_ONE = (*_PROBABILITIES, "tanh", "erf")
 _APPROXIMATE = (*_UP_TO_ONE, "silu", "gelu", "mish", "softplus", "elu", "selu", "hardswish", "log_sigmoid")
@@ -70,6 +77,33 @@ def answer_perturbed(
         if dynamo := sys.modules.get("torch._dynamo"):  # what it compiled of a torch.cond meanwhile fails later
             dynamo.reset()
         return ()
+
+
+def may_choose_rows(forward: Callable[..., Sequence[torch.Tensor]], inputs: Sequence[torch.Tensor]) -> bool:
+    """Tell whether a module runs an operation that chooses or sorts rows by values; True where that cannot be seen."""
+    search = _ChoiceFinder()
+    try:
+        with search:
+            forward(*inputs)
+    except Exception:  # noqa: BLE001 - the module's own, or a branch, for which the mode has no rule
+        if dynamo := sys.modules.get("torch._dynamo"):
+            dynamo.reset()
+        return True
+    return search.found
+
+
+class _ChoiceFinder(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Watch for operations whose results depend on the order of values: of what is not PyTorch's own, any may."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.found = False
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
+        name = func.overloadpacket.__name__
+        chosen = name == "index" and any(index is not None and index.dtype in _MASKS for index in args[1])
+        self.found = self.found or chosen or name in _CHOOSING_ROWS or func.namespace not in _NAMESPACES
+        return func(*args, **(kwargs or {}))
 
 
 class Perturbed(TorchDispatchMode):  # type: ignore[no-untyped-call]

@@ -157,6 +157,7 @@ def _result(manifest: Manifest, fidelity: Fidelity) -> StageFidelity:
         max_abs_error=fidelity.max_abs_error,
         argmax_agreement=fidelity.argmax_agreement,
         paired=fidelity.paired,
+        sets=fidelity.sets,
         passed=fidelity.passed,
         reason="" if fidelity.passed else describe_failure(fidelity),
     )
