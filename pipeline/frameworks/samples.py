@@ -378,12 +378,21 @@ def save_vector(file: Path, vector: Vector) -> None:
 
 
 def read_vector(file: Path) -> Vector:
-    """Read a test vector as :func:`save_vector` left it."""
+    """Read a test vector as :func:`save_vector` left it.
+
+    Raises:
+        UsageError: an earlier version wrote it, which did not record what rounding makes of numbers.
+    """
     arrays: dict[str, dict[str, Any]] = {kind: {} for kind in _KINDS}
     with np.load(file, allow_pickle=False) as stored:
         for key in stored.files:
             kind, _, name = key.partition(":")
             arrays[kind][name] = stored[key]
+    if old := [name for name, records in arrays[UNSTABLE].items() if records.dtype.names is None]:
+        raise UsageError(
+            f"{file} is of an earlier version: it does not say which numbers rounding makes in the output {old[0]!r}",
+            "optimize the model again, and package that",
+        )
     for kind in ("range", "rounding"):
         arrays[kind] = {name: float(value) for name, value in arrays[kind].items()}
     return Vector(*arrays.values())

@@ -352,6 +352,10 @@ def test_a_wrong_answer_to_the_test_vector_is_told(opened: Load, tmp_path: Path)
     records = make_records(X, [Draw(FINE, np.arange(X.size), 2 * X.reshape(-1))])
     np.savez(tmp_path / "vector.npz", **{"input:x": X, "input:scale": SCALE, "output:y": X, "unstable:y": records})
     assert opened("y").check().passed, "rounding decides it"
+    marks = np.full(X.shape, FINE, np.uint8)
+    np.savez(tmp_path / "vector.npz", **{"input:x": X, "input:scale": SCALE, "output:y": X, "unstable:y": marks})
+    with pytest.raises(UsageError, match=r"vector\.npz is of an earlier version: .* in the output 'y'"):
+        opened("y").check()
 
 
 def test_a_module_of_an_engine_that_runs_one_is_pickled_and_not_compiled_again() -> None:
