@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import onnx
 import pytest
-from onnx import TensorProto, helper, numpy_helper
+from onnx import TensorProto, defs, helper, numpy_helper
 
 from enginesmith.pipeline.artifact import Artifact
 from enginesmith.pipeline.engines.base import BuildRequest
@@ -119,12 +119,34 @@ def test_what_it_does_not_support_is_said(tmp_path: Path, artifact: dict[str, st
     assert caught.value.remedy
 
 
-def test_an_older_opset_is_advised_where_it_has_a_form_with_a_kernel(tmp_path: Path) -> None:
-    with pytest.raises(InvalidGraph, match=r"RandomUniformLike\(22\)") as caught:
-        OnnxRuntime().load(model(tmp_path, "RandomUniformLike", 22), CPU)
-    assert "opset 21, which has an older form of RandomUniformLike" in caught.value.remedy
-    OnnxRuntime().load(model(tmp_path, "RandomUniformLike", 21), CPU).close()
+@pytest.mark.parametrize("operator", ["RandomUniformLike", "RandomNormalLike", "Bernoulli"])
+def test_an_older_opset_is_advised_where_it_has_a_form_with_a_kernel(tmp_path: Path, operator: str) -> None:
+    drawn = operator.replace("Bernoulli", "RandomUniformLike")  # a function, in which that one has no kernel
+    with pytest.raises(InvalidGraph, match=rf"{drawn}\(22\)") as caught:
+        OnnxRuntime().load(model(tmp_path, operator, 22), CPU)
+    assert f"opset 21, which has an older form of {drawn}" in caught.value.remedy
+    OnnxRuntime().load(model(tmp_path, operator, 21), CPU).close()
     assert "opset" not in sessions._advise_older_opset("Could not find an implementation for Conv(22)"), "of float64"
+
+
+def test_the_operators_whose_newest_form_has_no_kernel_are_those_of_which_an_older_opset_is_advised() -> None:
+    """Compare with all kernels: one whose range has no end is for the form that it begins with alone."""
+    from onnxruntime.capi.onnxruntime_pybind11_state import get_all_opkernel_def
+
+    open_end, newest_loaded = 2**31 - 1, 26
+    ranges: dict[str, list[tuple[int, int]]] = {}
+    for kernel in get_all_opkernel_def():
+        if not kernel.domain:
+            ranges.setdefault(kernel.op_name, []).append(tuple(kernel.version_range))
+    lacking = {
+        f"{name}({version})"
+        for name, kernels in ranges.items()
+        if defs.has(name) and not (schema := defs.get_schema(name, newest_loaded)).deprecated
+        for version in [schema.since_version]
+        if not (schema.has_function or schema.has_context_dependent_function)
+        and not any(first == version or first < version <= last < open_end for first, last in kernels)
+    }
+    assert lacking == {*sessions._ONLY_OLDER}
 
 
 @pytest.mark.parametrize("content", [b"", b"not a model", None], ids=["empty", "text", "truncated"])

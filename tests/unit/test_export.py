@@ -464,3 +464,17 @@ def test_an_operator_whose_newest_form_engines_lack_is_exported_in_an_older_opse
     assert any("opset 21, not 23" in note and "RoiAlign" in note for note in effect.notes) == (asked > 21)
     (answer,) = evaluator.run_graph(tmp_path / effect.file, {"x": x.numpy()})
     assert answer.ravel().tolist() == [12, 36]
+
+
+class Noisy(torch.nn.Module):
+    def forward(self, x: Any) -> Any:
+        return x + 0.0 * torch.randn_like(x)
+
+
+def test_random_numbers_are_exported_in_the_opset_that_engines_have_kernels_for(tmp_path: Path) -> None:
+    x = torch.arange(6.0).reshape(2, 3)
+    model = loaded(Noisy(), {"x": x}, {"x": (2, 3)}, ["y:float32:2,3"])
+    effect = exported(tmp_path, model, opset=23, exporter="dynamo")
+    assert [note for note in effect.notes if "opset 21, not 23" in note and "RandomNormalLike" in note]
+    (answer,) = evaluator.run_graph(tmp_path / effect.file, {"x": x.numpy()})
+    assert answer.tolist() == x.tolist()

@@ -65,7 +65,10 @@ _WARM_CALLS = 2
 _NO_CAPTURE = -1
 _BEHIND_SIGNATURES = re.compile(r"[A-Z]+ failure \d+: .*?(?= ;|$)|Failed to allocate memory for .*")
 """Message of CUDA's libraries or of the arena, after paths and signatures of functions that it went through."""
-_ONLY_OLDER = ("RoiAlign(22)", "RandomUniformLike(22)")
+_ONLY_OLDER = (
+    *("RandomNormal(22)", "RandomNormalLike(22)", "RandomUniform(22)", "RandomUniformLike(22)", "Multinomial(22)"),
+    *("GlobalLpPool(22)", "MaxRoiPool(22)", "RoiAlign(22)"),
+)
 """Forms of operators that ONNX Runtime 1.31 has no kernel for in any type; it has some for the forms before."""
 _WITHOUT_GRAPHS = "run it without CUDA graphs: --cuda-graphs off"
 _WRONG_IN_HALF = ("WeightBiasQuantization",)

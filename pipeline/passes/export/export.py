@@ -192,7 +192,10 @@ _TORCHSCRIPT_NEWEST_OPSET = 20
 _MIN_SIZE = 2  # an example of size 1 would let the exporter take the dimension for one that broadcasts
 
 
-_LAST_OPSETS = {"RoiAlign": 21}
+_LAST_OPSETS = dict.fromkeys(
+    ("RandomNormal", "RandomNormalLike", "RandomUniform", "RandomUniformLike", "Bernoulli", "Multinomial", "RoiAlign"),
+    21,
+)
 """Operators that engines run in an older form only, to which a newer one adds bfloat16 alone: its last opset."""
 
 
