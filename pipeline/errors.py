@@ -23,6 +23,9 @@ import traceback
 from collections.abc import Iterator, Mapping
 from typing import ClassVar, Literal
 
+REMEDY_LINE = "  → "
+"""Beginning of the line of a message that says what to do."""
+
 
 class EnginesmithError(Exception):
     """Root of the tree; ``exit_code`` is what the command line returns for it."""
@@ -41,7 +44,7 @@ class EnginesmithError(Exception):
         self.remedy = remedy
 
     def __str__(self) -> str:
-        return f"{self.message}\n  → {self.remedy}" if self.remedy else self.message
+        return f"{self.message}\n{REMEDY_LINE}{self.remedy}" if self.remedy else self.message
 
 
 class UsageError(EnginesmithError, exit_code=2):

@@ -15,6 +15,7 @@ from typing import NamedTuple
 from enginesmith.pipeline.engines import BASELINES, ENGINES, engine_class, environment
 from enginesmith.pipeline.errors import (
     LATE,
+    REMEDY_LINE,
     EnginesmithError,
     MissingCapability,
     ModelError,
@@ -111,7 +112,9 @@ class _ActiveRun:
             failures = map(self._why_lost, variants)
             first = next(failures)
             if first and all(failures):
-                self.over = f"no variant can win any more: {first.splitlines()[0]}"
+                message, *more = first.splitlines()
+                remedies = (line for line in more if line.startswith(REMEDY_LINE))
+                self.over = "\n".join([f"no variant can win any more: {message}", *remedies])
         self.directory.update(self.outcomes)
 
     def _why_lost(self, variant: Variant) -> str:

@@ -12,7 +12,7 @@ from enginesmith.pipeline.artifact import Artifact
 from enginesmith.pipeline.engines import ENGINES, engine_class
 from enginesmith.pipeline.engines.openvino import engine as openvino
 from enginesmith.pipeline.engines.torch import eager
-from enginesmith.pipeline.errors import NO_TIME, UsageError
+from enginesmith.pipeline.errors import NO_TIME, InvalidGraph, UsageError
 from enginesmith.pipeline.execution.events import Outcome, Status
 from enginesmith.pipeline.measure.rows import LatencyRow, RaceRow
 from enginesmith.pipeline.planning.plan import Plan, StepRef
@@ -425,6 +425,14 @@ def test_the_first_stage_that_is_wrong_is_to_blame_in_whatever_order_stages_are_
     for step, over in (("verify-simplify", ""), ("verify-export", "no variant can win any more: verify-export: wrong")):
         active.add({step: Outcome(step, "failed", reason="wrong")})
         assert active.over == over
+
+
+def test_the_reason_why_no_variant_can_win_any_more_keeps_what_to_do() -> None:
+    active, error = begun("onnxruntime"), InvalidGraph("it has no kernel", "take opset 21")
+    for step in ("load", "reference", "export"):
+        active.add({step: Outcome(step, "done")})
+    active.add({"verify-export": Outcome("verify-export", "failed", reason=f"{error}\nby far", error=error)})
+    assert active.over == "no variant can win any more: verify-export: it has no kernel\n  → take opset 21"
 
 
 def test_nothing_more_is_made_for_variants_whose_graph_is_wrong() -> None:
