@@ -16,6 +16,7 @@ import pytest
 import torch
 from onnx import TensorProto, helper
 from torch._dynamo import config
+from torch._inductor import config as inductor
 
 from enginesmith.pipeline.artifact import Artifact
 from enginesmith.pipeline.engines.onnxruntime.session import OnnxRuntimeSession
@@ -383,6 +384,33 @@ def test_eager_shares_the_module() -> None:
     assert entered != [threading.get_ident()]
 
 
+class ThroughNumpy(torch.nn.Module):
+    """Go through numpy between two graphs, where TorchDynamo expects another tensor than there is in inference mode."""
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor]:
+        ones = torch.from_numpy(np.ones(4, dtype=np.float32) * float(x.sum().item() > 0))
+        torch._dynamo.graph_break()
+        return (2 * x + ones,)
+
+
+def test_compiled_code_that_refuses_inference_mode_runs_without() -> None:
+    signature = Signature(inputs=(TensorSpec.parse("x:float32:4"),), outputs=(TensorSpec.parse("y:float32:4"),))
+    session = EagerSession(
+        torch.compile(ThroughNumpy(), backend="eager", dynamic=False), signature, CPU, None, lambda: None
+    )
+    for _ in range(2):
+        assert session.run({"x": np.ones(4, np.float32)})["y"].tolist() == [3, 3, 3, 3]
+    assert not torch.is_inference(session._outputs[0])
+    session.close()
+
+
+def test_a_module_is_called_in_inference_mode() -> None:
+    first = EagerSession(torch.nn.Identity(), BOTH, CPU, None, lambda: None)
+    first.forward = lambda x, y: (x + y,)
+    first.enqueue((torch.ones(1), torch.ones(1)))
+    assert torch.is_inference(first._outputs[0])
+
+
 def test_a_thread_gets_as_many_openmp_threads_as_were_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
     """OpenMP has a number for each thread: a new one starts with that of the machine."""
     asked: list[tuple[int, int]] = []
@@ -391,14 +419,14 @@ def test_a_thread_gets_as_many_openmp_threads_as_were_asked_for(monkeypatch: pyt
     assert asked == [(3, ident)]
 
 
-def test_a_thread_has_dynamos_settings_too() -> None:
-    """They are of a context, and one at torch's own would fall back to eager without a word."""
+def test_a_thread_has_dynamos_and_inductors_settings_too() -> None:
+    """They are of a context; one at torch's own would fall back to eager without a word, and draw other numbers."""
 
-    def settings() -> tuple[int, bool]:
+    def settings() -> tuple[int, bool, bool | None]:
         Compiled().enter_thread(CPU)
-        return config.recompile_limit, config.fail_on_recompile_limit_hit
+        return config.recompile_limit, config.fail_on_recompile_limit_hit, inductor.fallback_random
 
-    assert in_thread(settings) == (64, True)
+    assert in_thread(settings) == (64, True, True)
 
 
 def test_a_module_that_raises_is_told_with_its_line_and_the_integers_that_it_got(artifact: Artifact) -> None:

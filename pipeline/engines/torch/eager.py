@@ -321,9 +321,14 @@ class Compiled(Eager):
         return compiled
 
     def enter_thread(self, device: Device) -> None:
-        """Make the settings of eager, and Dynamo's, which are of a thread, too."""
+        """Make the settings of eager, and those of Dynamo and Inductor, which are of a thread, too.
+
+        Random numbers are torch's: of the same seed, Inductor would draw others, so that a Reformer hashes otherwise.
+        """
         from torch._dynamo import config
+        from torch._inductor import config as inductor
 
         super().enter_thread(device)
         config.recompile_limit = config.accumulated_recompile_limit = _SHAPES
         config.fail_on_recompile_limit_hit = True
+        inductor.fallback_random = True

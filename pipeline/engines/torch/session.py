@@ -39,10 +39,14 @@ from enginesmith.pipeline.tensors import Array, Feeds, Signature
 
 Tensors = tuple[torch.Tensor, ...]
 Forward = Callable[..., Tensors]
+_Mode = type[torch.inference_mode] | type[torch.no_grad]
 _RAISED = (RuntimeError, ValueError, TypeError, IndexError, NotImplementedError)
 """Exceptions that modules raise, besides others that are errors of ours."""
 _WITHIN_COMPILED = re.compile(r"got (\w+)\([\"'](.+)[\"']\)$", re.MULTILINE)
 """The exception that TorchDynamo met, in its message."""
+_OTHER_KEYS = "dispatch key set mismatch"
+"""Part of TorchDynamo's message where it expects a tensor of inference mode to be none, as one that went through numpy.
+Compiled code is called without that mode then; it has some percent more to do, as operators keep count of changes."""
 _SHORT = {"BFloat16": "bf16", "Half": "fp16"}
 _WARM_CALLS = 2
 """Calls before a graph is captured: the first loads kernels and picks algorithms, which a capture cannot hold."""
@@ -71,7 +75,8 @@ class EagerSession(Session):
     ) -> None:
         """``dtype`` is what float inputs are cast to; ``enter_thread`` makes settings of the thread that calls it."""
         self.signature, self._where, self._device = signature, device, str(device)
-        self._inference_mode, self._set_stream = torch.inference_mode, torch.cuda.set_stream
+        self._inference_mode: _Mode = torch.inference_mode
+        self._set_stream = torch.cuda.set_stream
         self.forward: Forward = forward
         self._dtype, self._enter_thread = dtype, enter_thread
         self._thread_count, self._entered = device.thread_count, threading.local()
@@ -118,6 +123,11 @@ class EagerSession(Session):
         try:
             with self._inference_mode():
                 self._outputs = self.forward(*bound)
+        except AssertionError as error:
+            if _OTHER_KEYS not in str(error) or self._inference_mode is torch.no_grad:
+                raise
+            self._inference_mode = torch.no_grad
+            self.enqueue(bound)
         except _RAISED as error:
             spans = self._describe_indices(bound) if "index" in str(error) else ""
             hint = f": integers may be beyond what it takes ({spans})" if spans else " to see where"
@@ -277,7 +287,7 @@ class GraphedSession(EagerSession):
         graph = torch.cuda.CUDAGraph()
         self._enter_stream()
         try:
-            with _capturing, torch.inference_mode():
+            with _capturing, self._inference_mode():
                 torch.cuda.empty_cache()  # a graph has a pool of its own: what the warm calls left would lie beside it
                 graph.capture_begin(capture_error_mode="thread_local")
                 try:
