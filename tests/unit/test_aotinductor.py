@@ -185,6 +185,7 @@ def test_sizes_that_a_module_decides_by_are_named(
     effect = AOTInductor().build(BuildRequest(artifact, tmp_path, CPU))
     engine = Artifact(kind="engine", path=tmp_path / effect.file, sha256="", bytes=0)
     words = "the program is right only where (batch % 2) == 0: with batch = 1, the module answers otherwise"
+    words += "; or fix the size: --input x:float32:2,4"
     assert AOTInductor().facts(engine).cautions == ((words,) if told else ())
 
 

@@ -26,11 +26,20 @@ def test_sizes_that_a_module_decides_by_are_named(tmp_path: Path, divisor: int, 
     model = loaded(Module(), {"x": torch.ones(2, 8)}, {"x": ("batch", "length")}, ["y:float32:batch"])
     notes = exported(tmp_path, model, exporter="dynamo").notes
     words = f"the graph is right only where {told}: with length = 7, the module answers otherwise"
+    words += "; or fix the size: --input x:float32:batch,8"
     assert notes == ((words,) if told else ())
 
 
-def test_a_graph_is_captured_at_another_size_where_that_makes_one_for_all(tmp_path: Path) -> None:
-    """The path of a length that is no multiple of four holds for multiples, too; that of the example does not."""
+@pytest.mark.parametrize("told", [True, False])
+def test_a_graph_is_captured_at_another_size_where_that_makes_one_for_all(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, told: bool
+) -> None:
+    """The path of a length that is no multiple of four holds for multiples, too; that of the example does not.
+
+    So it is where no comparison in the graph tells of it, as in that of a Reformer.
+    """
+    if not told:
+        monkeypatch.setattr(export, "COMPARISONS", ())
 
     class Blocks(torch.nn.Module):
         def forward(self, x: Any) -> Any:
@@ -194,6 +203,17 @@ def test_where_both_exporters_fail_and_the_trace_holds_at_one_size_that_is_named
     assert "--input x:float32:2,width" in error.value.remedy
     fixed = loaded(Module(), {"x": torch.ones(2, 4)}, {"x": (2, "width")}, ["y:float32:2,width"])
     exported(tmp_path, fixed)
+
+
+def test_a_trace_that_holds_within_one_block_is_tried_at_several(tmp_path: Path) -> None:
+    class Blocks(torch.nn.Module):
+        def forward(self, x: Any) -> Any:
+            return torch.cat([x[:, start : start + 16].cumsum(1) for start in range(0, x.shape[1], 16)], 1)
+
+    model = loaded(Blocks(), {"x": torch.randn(2, 8)}, {"x": ("batch", "length")}, ["y:float32:batch,length"])
+    with pytest.raises(ExportError, match="the trace holds only at the sizes of the example") as error:
+        exported(tmp_path, model, exporter="torchscript")
+    assert "--input x:float32:batch,8" in error.value.remedy
 
 
 class Pieces(torch.nn.Module):

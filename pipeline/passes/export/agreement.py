@@ -26,6 +26,8 @@ FAILURES = (RuntimeError, ValueError, LookupError, AssertionError, TypeError)
 """What a module raises for feeds that are not for it, and a program for sizes that it was not captured for."""
 _THRESHOLDS = Thresholds(min_sqnr_db=60, max_error_of_range=1e-3)
 """Another path through the code, or a size that was kept by mistake, is off by far more."""
+_SHORT = 16
+"""Length up to which one of several times as much is tried, too: all that are near may lie within one block."""
 
 
 def find_fault(
@@ -93,7 +95,8 @@ def find_trace_fault(path: Path, loaded: "LoadedModel") -> Literal["", "example"
     """Find out at which feeds a traced file differs from its module, by running both.
 
     They are the example; other sizes, one more along each dynamic dimension, twice as many, and half, as one more step
-    may make no more blocks of them; and other values that send branches the other way: negative, large, zero.
+    may make no more blocks of them, and four times as many of short ones; and other values that send branches the other
+    way: negative, large, zero.
 
     Raises:
         MissingCapability: ONNX Runtime is not installed.
@@ -124,7 +127,10 @@ def _differs(path: Path, loaded: "LoadedModel", feeds: "Mapping[str, Tensor]") -
 
 def _list_other_sizes(sizes: Mapping[str, int]) -> list[dict[str, int]]:
     changes: list[Callable[[int], int]] = [lambda size: size + 1, lambda size: 2 * size, lambda size: (size + 1) // 2]
-    return [{symbol: change(size) for symbol, size in sizes.items()} for change in changes]
+    others = [{symbol: change(size) for symbol, size in sizes.items()} for change in changes]
+    short = [symbol for symbol, size in sizes.items() if symbol != BATCH and size <= _SHORT]
+    longer = [{**sizes, **{symbol: 4 * sizes[symbol] + more for symbol in short}} for more in (1, 0)] if short else []
+    return others + longer
 
 
 def _resize(loaded: "LoadedModel", sizes: Mapping[str, int]) -> "dict[str, Tensor]":

@@ -29,7 +29,7 @@ from enginesmith.pipeline.passes.export.failures import (
 )
 from enginesmith.pipeline.passes.export.int64 import compare_whole_numbers
 from enginesmith.pipeline.passes.export.optimizer import optimize_graph
-from enginesmith.pipeline.passes.export.sizes import COMPARISONS, find_program_fault, find_size_limit
+from enginesmith.pipeline.passes.export.sizes import COMPARISONS, find_program_fault, find_size_limit, list_neighbors
 from enginesmith.pipeline.passes.opset import convert_opset
 from enginesmith.pipeline.tensors import is_sum
 from enginesmith.pipeline.units import AddedOption
@@ -249,7 +249,8 @@ def _translate_widely(loaded: "LoadedModel", opset: int, progress: Progress) -> 
         _, widened, words = moved
         return _translate(widened, opset), words
     assert program.exported_program is not None
-    if not any(node.target in COMPARISONS for node in program.exported_program.graph.nodes):
+    decides = any(node.target in COMPARISONS for node in program.exported_program.graph.nodes)
+    if not decides and not find_program_fault(program.exported_program, loaded, list_neighbors(loaded)):
         return program, ""
     progress("looking for sizes that the module decides by")
     try:
@@ -359,7 +360,8 @@ def widen_program(program: "ExportedProgram", loaded: "LoadedModel") -> tuple["E
     if limit.fixed:
         sizes = {word: loaded.dynamic_sizes[word] for word in limit.fixed}
         raise FixedDimension(f"the graph is {limit.words}", advise_fixed(loaded, sizes))
-    return program, loaded, limit.words
+    moved = {word: size for word, size in loaded.dynamic_sizes.items() if limit.sizes[word] != size}
+    return program, loaded, f"{limit.words}; or fix the size: {write_inputs(loaded, moved)}"
 
 
 def capture_program(loaded: "LoadedModel") -> "ExportedProgram":

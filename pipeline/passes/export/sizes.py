@@ -15,7 +15,7 @@ from types import CodeType
 from typing import TYPE_CHECKING
 
 from enginesmith.pipeline.passes.export.agreement import Fault, find_fault, to_array
-from enginesmith.pipeline.tensors import Array, Feeds, is_sum
+from enginesmith.pipeline.tensors import BATCH, Array, Feeds, is_sum
 
 if TYPE_CHECKING:
     from torch.export import ExportedProgram
@@ -96,6 +96,11 @@ def find_program_fault(program: "ExportedProgram", loaded: "LoadedModel", sizes:
         return [to_array(value) for value in program.module(check_guards=False)(*feeds.values())]
 
     return find_fault(loaded, feeds, run, loaded.signature.unordered)
+
+
+def list_neighbors(loaded: "LoadedModel") -> dict[str, int]:
+    """List sizes beside the example's, one less of each dimension but the batch: no multiples of what those are."""
+    return {word: size - (word != BATCH and size > 1) for word, size in loaded.dynamic_sizes.items()}
 
 
 def _list_trials(guards: Sequence[str], loaded: "LoadedModel", symbol: str) -> Iterator[tuple[int, str]]:
