@@ -8,7 +8,9 @@ import torch
 from torch import Tensor, nn
 
 from enginesmith.pipeline.errors import SourceError
-from enginesmith.pipeline.frameworks.torch import hugging_face, hugging_face_inputs
+from enginesmith.pipeline.frameworks.source import Source
+from enginesmith.pipeline.frameworks.torch import factories, hugging_face, hugging_face_inputs
+from enginesmith.pipeline.frameworks.torch.module import LoadOptions, _infer_signature
 
 TEXT = {"vocab_size": 11, "max_position_embeddings": 8}
 VISION = SimpleNamespace(image_size=6, num_channels=1)
@@ -362,3 +364,63 @@ def test_a_class_that_the_library_lacks_is_named(own: bool, remedy: str) -> None
     with pytest.raises(SourceError, match="names the class NewModel, which transformers 1 does not have") as error:
         hugging_face.load_model(library, "folder")
     assert remedy in error.value.remedy
+
+
+@pytest.mark.parametrize(
+    ("least", "fixed", "ran"),
+    [(8, 8, [4, 8]), (4, "sequence", [4]), (16, "sequence", [4, 8])],
+    ids=["half refused", "half taken", "all refused"],
+)
+def test_a_length_of_which_a_model_refuses_half_is_fixed(least: int, fixed: int | str, ran: list[int]) -> None:
+    """One sample is tried: Nystromformer takes half of the length of two, which is as many numbers as one has."""
+    lengths = list[int]()
+
+    class Folded(Model):
+        def forward(self, input_ids: Tensor, attention_mask: Tensor | None = None) -> Tensor:  # type: ignore[override]
+            lengths.append(input_ids.shape[1])
+            return self.body(input_ids).view(-1, least, 4)  # type: ignore[no-any-return]
+
+    module = Folded(**TEXT)
+    example, notes = hugging_face_inputs.fix_lengths(module, hugging_face_inputs.make_example(module))
+    assert [str(spec) for _, spec in example.values()] == [
+        f"{name}:int64:batch,{fixed}" for name in ("input_ids", "attention_mask")
+    ]
+    words = "the model does not run with sequence = 4, so the dimension is fixed at 8"
+    assert notes == ([words] if fixed == 8 else [])
+    assert lengths == ran
+
+
+def test_of_two_lengths_the_one_that_is_refused_is_fixed() -> None:
+    class Decoding(Model):
+        def forward(self, input_ids: Tensor, decoder_input_ids: Tensor | None = None) -> Tensor:  # type: ignore[override]
+            assert decoder_input_ids is not None
+            return self.body(decoder_input_ids).view(-1, 8, 4)  # type: ignore[no-any-return]
+
+    module = Decoding(is_encoder_decoder=True, max_target_positions=8, **TEXT)
+    example, notes = hugging_face_inputs.fix_lengths(module, hugging_face_inputs.make_example(module))
+    shapes = {name: spec.shape for name, (_, spec) in example.items()}
+    assert shapes == {"input_ids": ("batch", "sequence"), "decoder_input_ids": ("batch", 8)}
+    assert notes == ["the model does not run with decoder_sequence = 4, so the dimension is fixed at 8"]
+
+
+@pytest.mark.parametrize("fields", [{"dropout": 0.1, "noise_scale": 0.5, "layers": 2, "dropout_b": 0.0}, {"layers": 2}])
+def test_a_model_that_answers_at_random_is_told_which_fields_to_set_to_zero(
+    monkeypatch: pytest.MonkeyPatch, fields: dict[str, float]
+) -> None:
+    """Its length is fixed, too, where it refuses half of it."""
+
+    class Random(Model):
+        def forward(self, input_ids: Tensor) -> Tensor:  # type: ignore[override]
+            hidden = self.body(input_ids).view(-1, 8, 4)
+            return hidden + torch.rand_like(hidden)  # type: ignore[no-any-return]
+
+    module = Random(**fields, **TEXT)
+    monkeypatch.setattr(factories, "_library", lambda *_: None)
+    monkeypatch.setattr(hugging_face, "load_model", lambda *_: (module, [], ["loaded"]))
+    built = factories._hf(Source(form="hf", target="folder", text="hf:./folder"))
+    assert [str(spec) for spec in built.inputs] == ["input_ids:int64:batch,8"]
+    assert built.notes == ("loaded", "the model does not run with sequence = 4, so the dimension is fixed at 8")
+    with pytest.raises(SourceError, match="answers differently") as error:
+        _infer_signature(Source(form="hf", target="folder", text="hf:./folder"), LoadOptions(), built)
+    own = "set what is random to 0.0 in its config.json: noise_scale, dropout; or"
+    assert error.value.remedy.startswith(own if len(fields) > 1 else "take out what is random (sampling")

@@ -58,6 +58,8 @@ class Built:
     """Name of the example in messages."""
     remedy: str = ""
     """Remedy where the module does not run on it, if one is known."""
+    remedy_random: str = ""
+    """Remedy where the module answers differently each time, if one is known."""
 
     @property
     def is_made_up(self) -> bool:
@@ -215,18 +217,19 @@ def _hf(source: Source) -> Built:
         module, missing, notes = hugging_face.load_model(transformers, source.target)
     module.eval()
     hugging_face.check_callable(module)
-    inputs = hugging_face_inputs.make_example(module)
+    inputs, fixed = hugging_face_inputs.fix_lengths(module, hugging_face_inputs.make_example(module))
     example = {name: values for name, (values, _) in inputs.items()}
     notes += hugging_face.check_missing(module, example, missing)
     return Built(
         module,
         example or None,
         tuple(spec for _, spec in inputs.values()),
-        notes=tuple(notes),
+        notes=(*notes, *fixed),
         takes=tuple(hugging_face_inputs.list_inputs(module)),
         usual=tuple(hugging_face_inputs.list_usual_inputs(module)),
         class_names=hugging_face.name_classes(module.config),
         remedy=hugging_face.advise(module),
+        remedy_random=hugging_face.advise_random(module),
     )
 
 

@@ -132,6 +132,20 @@ def advise(module: nn.Module) -> str:
     )
 
 
+def advise_random(module: nn.Module) -> str:
+    """Write what to do where a model answers at random: it adds noise, or drops numbers in evaluation mode, too."""
+    rates = {name: rate for name, rate in vars(module.config).items() if isinstance(rate, float) and rate > 0}
+    named = sorted(
+        (name for name in rates if "noise" in name or "dropout" in name), key=lambda name: "noise" not in name
+    )
+    if not named:
+        return ""
+    return (
+        f"set what is random to 0.0 in its config.json: {', '.join(named)}; or, where it draws numbers otherwise, "
+        f"write {FACTORY}, in which that is taken out"
+    )
+
+
 def _list_names(names: list[str]) -> str:
     more = f" and {len(names) - _LISTED} more" if len(names) > _LISTED else ""
     return ", ".join(names[:_LISTED]) + more

@@ -3,14 +3,15 @@
 import contextlib
 import inspect
 import math
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from enginesmith.pipeline.errors import SignatureError, SourceError
-from enginesmith.pipeline.tensors import BATCH, TensorSpec
+from enginesmith.pipeline.frameworks.torch.dims import resize_example
+from enginesmith.pipeline.tensors import BATCH, TensorSpec, read_sizes
 
 Example = dict[str, tuple[Tensor, TensorSpec]]
 """By name of the input."""
@@ -109,6 +110,36 @@ def make_example(module: nn.Module) -> Example:
     with contextlib.suppress(AttributeError, TypeError, ValueError, RuntimeError):  # a configuration of another form
         return _make_example(module)
     return {}
+
+
+def fix_lengths(module: nn.Module, example: Example) -> tuple[Example, list[str]]:
+    """Fix the lengths that a model refuses half of, as one that reshapes by its configuration's; with notes.
+
+    One sample is tried, as several may have as many numbers as one of the full length has.
+    """
+    values = {name: value for name, (value, _) in example.items()}
+    specs = [spec for _, spec in example.values()]
+    full = {word: 1 if word == BATCH else size for word, size in read_sizes(specs, values).items()}
+    halved = {word: size if word == BATCH else max(1, size // 2) for word, size in full.items()}
+
+    def runs(sizes: Mapping[str, int]) -> bool:
+        with contextlib.suppress(Exception), torch.inference_mode():  # whatever it raises, it does not take such sizes
+            module(**resize_example(specs, values, sizes))
+            return True
+        return False
+
+    if halved == full or runs(halved) or not runs(full):
+        return example, []
+    words = [word for word in full if halved[word] != full[word]]
+    refused = words if len(words) == 1 else [word for word in words if not runs({**full, word: halved[word]})]
+    fixed = {word: full[word] for word in refused}
+    for name, (value, spec) in example.items():
+        shape = tuple(fixed.get(str(dim), dim) for dim in spec.shape)
+        example = {**example, name: (value, spec.model_copy(update={"shape": shape}))}
+    return example, [
+        f"the model does not run with {word} = {halved[word]}, so the dimension is fixed at {size}"
+        for word, size in fixed.items()
+    ]
 
 
 def _make_example(module: nn.Module) -> Example:

@@ -34,6 +34,11 @@ from enginesmith.pipeline.frameworks.torch.processing import Extension, make_raw
 from enginesmith.pipeline.frameworks.torch.surgery import named_tensors
 from enginesmith.pipeline.tensors import Feeds, Signature, TensorSpec, check_feeds, read_sizes
 
+_REMEDY_RANDOM = (
+    "take out what is random (sampling, F.dropout without training=self.training) and what the module remembers from "
+    "call to call"
+)
+
 
 @contextlib.contextmanager
 def by_operators() -> Iterator[None]:
@@ -323,8 +328,7 @@ def _infer_signature(source: Source, options: LoadOptions, built: factories.Buil
     if not same_answers(tuple(flat.values()), tuple(again.values())):
         raise SourceError(
             f"{source.text} answers differently each time it is run on the same input",
-            "take out what is random (sampling, F.dropout without training=self.training) and what the module remembers"
-            " from call to call",
+            built.remedy_random or _REMEDY_RANDOM,
         )
     module.outputs = tuple(flat)
     names = _rename_outputs(built.outputs if len(built.outputs) == len(flat) else module.outputs, example)
