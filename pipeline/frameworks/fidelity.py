@@ -112,6 +112,10 @@ class OutputFidelity(Closeness):
     """Share of equal elements, for integer and bool outputs."""
     paired: float | None = None
     """Share of rows that have a partner on the other side, where rows are chosen by values; figures are of those."""
+    is_rounding: bool = False
+    """True where the error is beyond the limits, and no larger than what rounding in float32 does to the reference."""
+    fault: str = ""
+    """The bound that failed, where it is not the one of the figure above: that has nothing wrong then."""
     part: str = ""
     """The part of the output that was judged apart and whose figures these are: ``column 1``; empty for all of it."""
 
@@ -235,14 +239,15 @@ def describe_failure(fidelity: Fidelity) -> str:
     if worst.paired is not None and worst.paired < 1:
         return f"{100 * worst.paired:.1f} % of the rows in output {worst.name!r} have a partner in the reference"
     if worst.agreement is not None:
-        return f"output {worst.name!r} agrees in {100 * worst.agreement:.2f} % of its elements"
+        agrees = f"output {worst.name!r} agrees in {100 * worst.agreement:.2f} % of its elements"
+        return f"{agrees}, {worst.fault}" if worst.fault else agrees
     error = f"max abs error {worst.max_abs_error:.3g}"
     if worst.max_error_of_range:
         error += f" ({format_share(worst.max_error_of_range)} of the range of the answers)"
     verb = "have" if worst.part.startswith(("columns", "the")) else "has"
     if worst.sqnr_db is None:  # there is no signal that the error could be compared with
         return f"{name} {verb} other numbers than 0, which it is throughout in the reference: {error}"
-    return f"{name} {verb} an SQNR of {worst.sqnr_db:.1f} dB, {error}"
+    return f"{name} {verb} an SQNR of {worst.sqnr_db:.1f} dB, {error}{f', {worst.fault}' if worst.fault else ''}"
 
 
 def _check_table(table: Table, reference: Feeds, actual: Feeds) -> None:
@@ -309,25 +314,29 @@ def _compare_exactly(name: str, pairs: _Pairs, thresholds: Thresholds) -> Output
     equal = sum(int(np.count_nonzero(reference == actual)) for reference, actual in pairs)
     agreement = equal / sum(reference.size for reference, _ in pairs)
     error = max(float(np.abs(wanted - given).max()) for wanted, given in _iterate_chunks(pairs))
-    passed = agreement >= thresholds.min_agreement and not _loses_a_value(pairs)
-    output = OutputFidelity(name=name, max_abs_error=error, agreement=agreement, passed=passed)
+    lost = _find_lost_value(pairs) if agreement >= thresholds.min_agreement else None
+    fault = "" if lost is None else f"but in hardly any of those that are {lost:g}"
+    passed = agreement >= thresholds.min_agreement and lost is None
+    output = OutputFidelity(name=name, max_abs_error=error, agreement=agreement, passed=passed, fault=fault)
     return explain_missing(output, f"{pairs[0][0].dtype} outputs are compared by equality")
 
 
-def _loses_a_value(pairs: _Pairs) -> bool:
-    """Tell whether a value that some places have is another one at all or most of them: no rare class may vanish.
+def _find_lost_value(pairs: _Pairs) -> float | None:
+    """Find a value that some places have, and is another one at all or most of them: no rare class may vanish.
 
     Outputs with many values, such as counts or positions, are not looked at.
     """
     wanted, given = (np.concatenate([pair[side].reshape(-1) for pair in pairs]) for side in (0, 1))
     values, counts = np.unique(wanted, return_counts=True)
     if not 2 <= len(values) <= _MOST_VALUES:
-        return False
-    return any(
-        np.count_nonzero(given[wanted == value] == value) < (_KEPT_SHARE * count if count >= _MANY_PLACES else 1)
+        return None
+    lost = (
+        float(value)
         for value, count in zip(values, counts, strict=True)
         if count >= _FEWEST_PLACES
+        and np.count_nonzero(given[wanted == value] == value) < (_KEPT_SHARE * count if count >= _MANY_PLACES else 1)
     )
+    return next(lost, None)
 
 
 def _compare_floats(
@@ -364,10 +373,12 @@ def _compare_floats(
         cosine = product / norm if norm else None
     # relative to the range; to the greatest magnitude where all values are one; absolute where that is zero
     of_range = error / (max(high - low, known_range) or abs(high) or 1.0) if error else 0.0
-    follows = _is_followed(noise / max(size, 1), known_range, max(abs(low), abs(high)), pairs[0][0].dtype, thresholds)
+    excess = _explain_lost_differences(
+        noise / max(size, 1), known_range, max(abs(low), abs(high)), pairs[0][0].dtype, thresholds
+    )
     loud = sqnr is not None and sqnr >= thresholds.min_sqnr_db
-    near = (loud and follows) or of_range <= thresholds.max_error_of_range
-    near |= error <= rounding and of_range <= _MOST_ROUNDING
+    near = (loud and not excess) or of_range <= thresholds.max_error_of_range
+    is_rounding = not near and error <= rounding and of_range <= _MOST_ROUNDING
     argmax, why_not = _argmax_agreement(pairs)
     output = OutputFidelity(
         name=name,
@@ -377,24 +388,31 @@ def _compare_floats(
         max_error_of_range=of_range,
         argmax_agreement=argmax,
         finite=finite,
-        passed=finite and masked and near,
+        is_rounding=is_rounding,
+        fault=("" if masked else "other numbers in masked places") or (excess if loud and not near else ""),
+        passed=finite and masked and (near or is_rounding),
     )
     reasons = {"argmax_agreement": why_not, "agreement": "float outputs are compared by nearness"}
     return explain_missing(output, "the reference is zero everywhere it is finite", reasons)
 
 
-def _is_followed(
+def _explain_lost_differences(
     mean_square: float, known_range: float, largest: float, dtype: "np.dtype[Any]", thresholds: Thresholds
-) -> bool:
-    """Tell whether differences between answers are kept, which an SQNR does not tell of numbers far from 0.
+) -> str:
+    """Explain that differences between answers are not kept, which an SQNR does not tell of numbers far from 0.
 
     The error may be as large as the SQNR allows of numbers around 0 with the same range, whose root mean square is at
-    most half of it. True where that range is not known, or no more than rounding.
+    most half of it. Empty where it is, and where that range is not known, or no more than rounding.
     """
     if not known_range > _ROUNDINGS * float(np.finfo(dtype).eps) * largest:
-        return True
-    allowed = 10 ** (-min(thresholds.min_sqnr_db, _COARSEST_DB) / 20)
-    return bool(np.sqrt(mean_square) <= allowed * known_range / 2)
+        return ""
+    share, allowed = (
+        float(np.sqrt(mean_square)) / known_range,
+        10 ** (-min(thresholds.min_sqnr_db, _COARSEST_DB) / 20) / 2,
+    )
+    if share <= allowed:
+        return ""
+    return f"a root mean square error of {format_share(share)} of the range, where {format_share(allowed)} may be"
 
 
 class Part(NamedTuple):

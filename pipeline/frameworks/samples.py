@@ -69,7 +69,9 @@ class Samples(BaseModel, frozen=True):
     unsteady: tuple[str, ...] = ()
     """Outputs of the baseline that move far where its operations are rounded otherwise."""
     rounding: dict[str, float] = {}
-    """How far rounding in float32 moves each floating-point output of the baseline."""
+    """How far rounding in float32 may move each floating-point output of the baseline."""
+    rounding_db: dict[str, float] = {}
+    """SQNR that rounding in float32 alone leaves each floating-point output of the baseline."""
     choosing: tuple[str, ...] | None = None
     """Outputs whose rows the baseline chooses by values; None where it may be any."""
     assumed: tuple[str, ...] = ()
@@ -305,7 +307,7 @@ def write(out: Path, samples: Samples) -> None:
     """Write ``samples.json``; the arrays are written case by case with :func:`write_arrays`."""
     unset = {
         name
-        for name in ("parts", "spans", "interacting", "unsteady", "rounding", "assumed")
+        for name in ("parts", "spans", "interacting", "unsteady", "rounding", "rounding_db", "assumed")
         if not getattr(samples, name)
     }
     (out / RECORD).write_text(samples.model_dump_json(indent=1, exclude=unset), encoding="utf-8")

@@ -315,7 +315,19 @@ def list_warnings(run: Run) -> list[str]:
     """List what the machine and the run warn of."""
     machine = map(str, run.environment.get("warnings", ()))
     first = [*_warn_of_labels(run), *_warn_of_fixed_batch(run), *_describe_float64(run)]
-    return [*machine, *first, *_describe_sets(run), *_list_fallbacks(run), *run.model.notes]
+    return [*machine, *first, *_describe_rounding(run), *_describe_sets(run), *_list_fallbacks(run), *run.model.notes]
+
+
+def _describe_rounding(run: Run) -> Iterator[str]:
+    """Warn of the variant furthest from the baseline for a difference that only rounding explains."""
+    records = (record for record in run.requested if record.status != "failed")
+    explained = [(entry, record) for record in records for entry in record.fidelity if entry.rounding_note]
+    if explained:
+        entry, record = min(explained, key=lambda pair: pair[0].sqnr_db or 0.0)
+        yield (
+            f"{entry.rounding_note} of {mark_name(record)}, which is beyond the threshold: no difference as small as "
+            "that can be judged, as where large numbers cancel"
+        )
 
 
 def _describe_sets(run: Run) -> Iterator[str]:
@@ -492,6 +504,7 @@ def _describe_missing_references(run: Run) -> Iterator[str]:
 
 def list_notes(run: Run) -> list[str]:
     """List what to know before believing the numbers, the most important first."""
-    first = [*_warn_of_labels(run), *_warn_of_fixed_batch(run), *_describe_float64(run), *_describe_sets(run)]
+    first = [*_warn_of_labels(run), *_warn_of_fixed_batch(run), *_describe_float64(run)]
+    first += [*_describe_rounding(run), *_describe_sets(run)]
     warnings = map(str, run.environment.get("warnings", ()))
     return [*first, *run.model.notes, *describe_noise(run), *warnings, *_describe_missing_references(run)]

@@ -239,6 +239,8 @@ def describe_pass(entry: StageFidelity) -> str:
     if not entry.passed:
         return f"no: {entry.reason}" if entry.reason else "no"
     sets = f", {', '.join(map(repr, entry.sets))} as sets of rows" if entry.sets else ""
+    if entry.rounding_note:
+        return f"yes{sets}: {entry.rounding_note}"
     return f"not judged: {entry.reason}" if entry.reason else f"yes{sets}"
 
 

@@ -1,6 +1,7 @@
-"""Choose sizes and an example for files that bring none, and find out about a model by running it on feeds."""
+"""Choose sizes, an example and the samples that tell most, and find out about a model by running it on feeds."""
 
 import contextlib
+import itertools
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
@@ -9,10 +10,10 @@ import numpy as np
 from enginesmith.calibration.dataset import Dataset
 from enginesmith.pipeline.artifact import Artifact
 from enginesmith.pipeline.engines.base import Engine, Session
-from enginesmith.pipeline.errors import ModelError
+from enginesmith.pipeline.errors import EnginesmithError, ModelError
 from enginesmith.pipeline.frameworks import samples
 from enginesmith.pipeline.system.device import Device
-from enginesmith.pipeline.tensors import Array, ShapeRange, Signature, list_words, read_sizes
+from enginesmith.pipeline.tensors import Array, ShapeRange, Signature, TensorSpec, list_words, read_sizes
 
 _PICTURE_RANK = 4
 _EXAMPLE_SIZE = 8
@@ -21,6 +22,8 @@ _PICTURE_SIZES = (128, 64, 32, _EXAMPLE_SIZE)
 """Along heights and widths, the first one that the model takes, as does its half: they are multiples of the strides of
 networks for pictures; some, for lines of text, take no large heights."""
 _CHANNELS = (1, 3)
+_LOOKED_THROUGH, _MOST_LOOKED_THROUGH = 64, 256
+"""Samples among which those are looked for whose answers tell most: answers of any length, and of few kinds."""
 
 
 def make_example(model: Artifact, picture_size: int = _PICTURE_SIZES[0]) -> tuple[dict[str, Array], dict[str, int]]:
@@ -136,3 +139,59 @@ def find_choosing(session: Session, cases: Sequence[samples.Case], folder: Path)
             return None
         choosing |= found
     return tuple(sorted(choosing))
+
+
+def put_telling_first(session: Session, data: Dataset, batch: int) -> Dataset:
+    """Put samples first whose answers tell most, where values decide how long they are, or are of few kinds.
+
+    Where no box is found, answers agree whatever an engine computes; where all samples are of the common class, so do
+    those of an engine that knows no other. Those that have an answer come first; or those of each kind in turn, for
+    which samples are run in batches of this size.
+    """
+    signature, symbol = session.signature, samples.batch_symbol(session.signature)
+    varying = [spec.name for spec in signature.outputs if {*spec.symbols} - {*signature.symbols}]
+    discrete = [spec.name for spec in signature.outputs if symbol in spec.shape[:1] and _has_kinds(spec)]
+    first = list[int]()
+    with contextlib.suppress(EnginesmithError):  # it takes no such batch
+        if varying and samples.fixed_batch(signature) == 1:
+            first = _list_answered(session, data, varying)
+        elif discrete and not varying:
+            first = _list_kinds_in_turn(session, data, discrete, batch)
+    if first == [*range(len(first))]:
+        return data
+    return data.take(np.array([*first, *(row for row in range(len(data)) if row not in first)]), data.name)
+
+
+def _list_answered(session: Session, data: Dataset, varying: Sequence[str]) -> list[int]:
+    """List the first samples for which none of these outputs is empty, as many as are judged."""
+    answered = list[int]()
+    for row in range(min(len(data), _LOOKED_THROUGH)):
+        outputs = session.run(data.feed(np.array([row])))
+        answered += [row] if all(outputs[name].size for name in varying) else []
+        if len(answered) == samples.JUDGED_SAMPLES:
+            break
+    return answered
+
+
+def _list_kinds_in_turn(session: Session, data: Dataset, discrete: Sequence[str], batch: int) -> list[int]:
+    """List samples with each answer of these outputs in turn, as many as are judged."""
+    kinds, count = dict[object, list[int]](), min(len(data), _MOST_LOOKED_THROUGH)
+    for start in range(0, count, batch):
+        rows = range(start, min(start + batch, count))
+        outputs = session.run(data.feed(np.array(rows)))
+        for place, row in enumerate(rows):
+            kinds.setdefault(tuple(_name_kind(outputs[name][place]) for name in discrete), []).append(row)
+        if len(kinds) >= samples.JUDGED_SAMPLES:
+            break
+    turns = itertools.chain.from_iterable(itertools.zip_longest(*kinds.values()))
+    return [row for row in turns if row is not None][: samples.JUDGED_SAMPLES]
+
+
+def _has_kinds(spec: TensorSpec) -> bool:
+    """Tell whether samples have few kinds of answers: one whole number each, or a mask."""
+    return spec.dtype == "bool" or (not spec.dtype.startswith("float") and all(dim == 1 for dim in spec.shape[1:]))
+
+
+def _name_kind(answer: Array) -> object:
+    """Name the kind of a sample by its answer: the number itself, or which of the two values a mask has."""
+    return answer.item() if answer.size == 1 else (bool(answer.any()), bool(answer.all()))

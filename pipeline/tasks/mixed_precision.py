@@ -95,15 +95,22 @@ class Goal(BaseModel, frozen=True, extra="forbid"):
                 if not isinstance(quality, str):
                     drop, high, reason = quality.drop, quality.seen_high, self._judge_drop(quality)
         sqnr = worst.sqnr_db
-        few = f"SQNR {sqnr:.1f} dB is too little" if sqnr is not None else "outputs differ"
-        if not worst.passed and any(output.part or (output.paired or 1) < 1 for output in worst.outputs):
-            few = describe_failure(worst)
-        reasons = [] if worst.passed else [few]
+        reasons = [] if worst.passed else [self._describe_failure(worst)]
         reasons += [reason] if reason else []
         error = drop if drop is not None and self.max_drop is not None else _FAR - (-1e3 if sqnr is None else sqnr)
         why = "; ".join(reasons)
         judged = Judgement(passed=not why, error=error, drop=drop, drop_high=high, sqnr_db=sqnr, reason=why)
         return judged, reads
+
+    def _describe_failure(self, compared: Fidelity) -> str:
+        """Describe what is too far from the reference, shortly where nothing but the SQNR of an output is too low."""
+        failed = [output for output in compared.outputs if not output.passed]
+        plain = all(output.finite and not (output.part or output.fault or output.paired) for output in failed)
+        lowest = min((output.sqnr_db for output in failed if output.sqnr_db is not None), default=None)
+        if not plain or lowest is None or lowest != compared.sqnr_db:
+            return describe_failure(compared)
+        least = thresholds_for(self.threshold, self.min_sqnr_db).min_sqnr_db
+        return f"SQNR {lowest:.1f} dB is too little, below {least:g} dB"
 
     def _judge_drop(self, quality: Judged) -> str:
         """Give the reason where more is lost than allowed, else nothing.

@@ -1,7 +1,6 @@
 """Sample feeds, answer them with the baseline, and compare what others answer."""
 
 import contextlib
-import itertools
 import tempfile
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -17,14 +16,7 @@ from enginesmith.calibration.user_code import is_reference
 from enginesmith.pipeline.artifact import Effect, Kind
 from enginesmith.pipeline.engines.base import Engine, Session
 from enginesmith.pipeline.engines.profiling import warm_up
-from enginesmith.pipeline.errors import (
-    DataError,
-    EnginesmithError,
-    FidelityError,
-    ModelError,
-    SignatureError,
-    SourceError,
-)
+from enginesmith.pipeline.errors import DataError, FidelityError, ModelError, SignatureError, SourceError
 from enginesmith.pipeline.frameworks import samples
 from enginesmith.pipeline.frameworks.fidelity import (
     Fidelity,
@@ -43,9 +35,16 @@ from enginesmith.pipeline.passes.base import Progress
 from enginesmith.pipeline.system.device import Device
 from enginesmith.pipeline.tasks.base import RECORDS, Inputs, Task, write_records
 from enginesmith.pipeline.tasks.calibrate import Feeder, open_data, read_class_names
-from enginesmith.pipeline.tasks.examples import advise, describe_assumed, find_choosing, find_example, list_assumed
+from enginesmith.pipeline.tasks.examples import (
+    advise,
+    describe_assumed,
+    find_choosing,
+    find_example,
+    list_assumed,
+    put_telling_first,
+)
 from enginesmith.pipeline.tasks.quality import EngineCheck, describe_numbering, try_metric
-from enginesmith.pipeline.tensors import DTYPES, Array, Feeds, ShapeRange, Signature, TensorSpec, format_sizes
+from enginesmith.pipeline.tensors import DTYPES, Array, Feeds, ShapeRange, Signature, format_sizes
 from enginesmith.pipeline.units import count_words, format_share
 
 _T = TypeVar("_T")
@@ -57,15 +56,16 @@ _FAILS = (
     "limit sizes to those for which it runs, with --shape and --batch, or fix them in --input: perhaps the module "
     "decides by a size in Python"
 )
-_UNSTEADY = (
-    "; eager's own answer is another one where its operations are rounded otherwise: look for a division by nearly 0, "
-    "as by the deviation of numbers that are all equal"
+_CAUSES = (
+    "look for large numbers that cancel, as a constant that is added and subtracted again, and for a division by "
+    "nearly 0, as by the deviation of numbers that are all equal"
 )
+_UNSTEADY = f"; eager's own answer is another one where its operations are rounded otherwise: {_CAUSES}"
 _ROUNDING = 1e-6
 """Error that may be rounding alone, of answers in float32 that are up to 1 for other samples."""
+_LEAST_ADVISED_DB = 40.0
+"""Lowest SQNR of a float32 graph that an option to allow it is named for: float16's."""
 _MADE_UP = "; the error is tiny, and the samples are made up: --data or --eval judges on real ones"
-_LOOKED_THROUGH, _MOST_LOOKED_THROUGH = 64, 256
-"""Samples among which those are looked for whose answers tell most: answers of any length, and of few kinds."""
 _NOT_JUDGED = "changed on purpose; its quality says whether that is good enough"
 
 
@@ -119,7 +119,7 @@ class Sample(Task):
                 tried += describe_numbering(self.metric or quality.DEFAULT_METRIC, session, data)
             if data:
                 _check_missing(session, data, batches[0])
-                data = _put_telling_first(session, data, max(batches))
+                data = put_telling_first(session, data, max(batches))
             unstable = UnstableNumbers(session.perturb)
             odd, lost, spans = self._answer(session, unstable, cases, given, data, advice, out, progress)
             choosing = find_choosing(session, cases, out)
@@ -130,7 +130,8 @@ class Sample(Task):
             parts, notes = count_parts(data, self.data, self.data_options), (*notes, *check_parts(data))
         unsteady = tuple(sorted(unstable.unsteady))
         facts = {"parts": parts, "spans": spans, "interacting": bool(interacting), "unsteady": unsteady}
-        facts |= {"choosing": choosing, "rounding": unstable.movements, "class_names": class_names, "assumed": assumed}
+        facts |= {"choosing": choosing, "rounding": unstable.movements, "rounding_db": unstable.sqnr_db}
+        facts |= {"class_names": class_names, "assumed": assumed}
         samples.write(out, samples.Samples(data=name, ranges=ranges, cases=cases, **facts))
         if empty := [key for key, share in odd.items() if share == 1.0]:
             raise SourceError(
@@ -318,62 +319,6 @@ def _check_missing(session: Session, data: Dataset, batch: int) -> None:
                 )
 
 
-def _put_telling_first(session: Session, data: Dataset, batch: int) -> Dataset:
-    """Put samples first whose answers tell most, where values decide how long they are, or are of few kinds.
-
-    Where no box is found, answers agree whatever an engine computes; where all samples are of the common class, so do
-    those of an engine that knows no other. Those that have an answer come first; or those of each kind in turn, for
-    which samples are run in batches of this size.
-    """
-    signature, symbol = session.signature, samples.batch_symbol(session.signature)
-    varying = [spec.name for spec in signature.outputs if {*spec.symbols} - {*signature.symbols}]
-    discrete = [spec.name for spec in signature.outputs if symbol in spec.shape[:1] and _has_kinds(spec)]
-    first = list[int]()
-    with contextlib.suppress(EnginesmithError):  # it takes no such batch
-        if varying and samples.fixed_batch(signature) == 1:
-            first = _list_answered(session, data, varying)
-        elif discrete and not varying:
-            first = _list_kinds_in_turn(session, data, discrete, batch)
-    if first == [*range(len(first))]:
-        return data
-    return data.take(np.array([*first, *(row for row in range(len(data)) if row not in first)]), data.name)
-
-
-def _list_answered(session: Session, data: Dataset, varying: Sequence[str]) -> list[int]:
-    """List the first samples for which none of these outputs is empty, as many as are judged."""
-    answered = list[int]()
-    for row in range(min(len(data), _LOOKED_THROUGH)):
-        outputs = session.run(data.feed(np.array([row])))
-        answered += [row] if all(outputs[name].size for name in varying) else []
-        if len(answered) == samples.JUDGED_SAMPLES:
-            break
-    return answered
-
-
-def _list_kinds_in_turn(session: Session, data: Dataset, discrete: Sequence[str], batch: int) -> list[int]:
-    """List samples with each answer of these outputs in turn, as many as are judged."""
-    kinds, count = dict[object, list[int]](), min(len(data), _MOST_LOOKED_THROUGH)
-    for start in range(0, count, batch):
-        rows = range(start, min(start + batch, count))
-        outputs = session.run(data.feed(np.array(rows)))
-        for place, row in enumerate(rows):
-            kinds.setdefault(tuple(_name_kind(outputs[name][place]) for name in discrete), []).append(row)
-        if len(kinds) >= samples.JUDGED_SAMPLES:
-            break
-    turns = itertools.chain.from_iterable(itertools.zip_longest(*kinds.values()))
-    return [row for row in turns if row is not None][: samples.JUDGED_SAMPLES]
-
-
-def _has_kinds(spec: TensorSpec) -> bool:
-    """Tell whether samples have few kinds of answers: one whole number each, or a mask."""
-    return spec.dtype == "bool" or (not spec.dtype.startswith("float") and all(dim == 1 for dim in spec.shape[1:]))
-
-
-def _name_kind(answer: Array) -> object:
-    """Name the kind of a sample by its answer: the number itself, or which of the two values a mask has."""
-    return answer.item() if answer.size == 1 else (bool(answer.any()), bool(answer.all()))
-
-
 def _describe_emptiness(cases: Sequence[samples.Case], folder: Path) -> list[str]:
     """Describe that no answer holds a number, so that all engines agree."""
     calls = ((index, call) for index, case in enumerate(cases) for call in range(case.calls))
@@ -420,10 +365,15 @@ class Verify(EngineCheck):
         if failed and self.stage == "export" and any(entry.passed for entry in entries):
             failed += _BY_SIZE
         worst = min((entry.sqnr_db for entry in entries if entry.sqnr_db is not None), default=None)
+        by_rounding = _describe_rounding(entries)
+        summary = f"SQNR at least {worst:.1f} dB" if worst is not None else "outputs agree"
         return Effect(
             file=RECORDS,
-            summary=f"SQNR at least {worst:.1f} dB" if worst is not None else "outputs agree",
-            notes=tuple(f"{ours!r} is compared with {theirs!r}, by position" for ours, theirs in names.items()),
+            summary=f"{summary}, which float32 rounding alone explains" if by_rounding and not failed else summary,
+            notes=(
+                *(f"{ours!r} is compared with {theirs!r}, by position" for ours, theirs in names.items()),
+                *by_rounding,
+            ),
             rejected=f"after {self.stage} at {failed}{samples.advise_sizes(known.assumed)}" if failed else "",
         )
 
@@ -462,7 +412,7 @@ class Verify(EngineCheck):
         if self.judged and not result.passed and self.precision == "fp32":
             failed = {output.name for output in result.outputs if not (output.passed or output.paired is not None)}
             if failed & {names.get(name, name) for name in known.unsteady}:
-                reason += _UNSTEADY
+                reason += _UNSTEADY + _advise_min_sqnr(result.sqnr_db)
             elif known.data == samples.SYNTHETIC and _may_be_rounding(result):
                 reason += _MADE_UP
         return [
@@ -473,6 +423,7 @@ class Verify(EngineCheck):
                 **result.model_dump(include={"sqnr_db", "cosine", "max_abs_error", "argmax_agreement"}),
                 paired=result.paired,
                 sets=result.sets,
+                rounding_db=_find_rounding_db(result, _rename(known.rounding_db, names)),
                 passed=result.passed or not self.judged,
                 reason=reason,
             )
@@ -506,6 +457,28 @@ def run_once(session: Session, feeds: Feeds, *, replayed: bool) -> dict[str, Arr
     session.enqueue(bound)
     session.synchronize()
     return session.fetch()
+
+
+def _find_rounding_db(fidelity: Fidelity, known: Mapping[str, float]) -> float | None:
+    """Find the lowest SQNR that rounding leaves outputs that pass because of it; None where none does, or one fails."""
+    explained = [known[output.name] for output in fidelity.outputs if output.is_rounding and output.name in known]
+    return min(explained, default=None) if fidelity.passed else None
+
+
+def _describe_rounding(entries: Sequence[StageFidelity]) -> list[str]:
+    """Warn of differences that only rounding explains, by the largest of them."""
+    explained = [entry for entry in entries if entry.rounding_note]
+    if not explained:
+        return []
+    worst = min(explained, key=lambda entry: entry.sqnr_db or 0.0)
+    return [f"{worst.rounding_note}; {_CAUSES}"]
+
+
+def _advise_min_sqnr(sqnr_db: float | None) -> str:
+    """Say which option allows an SQNR, where it is one of answers that are much alike."""
+    if sqnr_db is None or sqnr_db < _LEAST_ADVISED_DB:
+        return ""
+    return f"; if a loss as small as this is good enough, allow it with --min-sqnr {int(sqnr_db)}"
 
 
 def _may_be_rounding(fidelity: Fidelity) -> bool:
@@ -590,6 +563,6 @@ class Answers(Task):
                     ends.append(samples.find_ends(outputs))
                     _write_answer(out, index, call, outputs, unstable.find(feeds, outputs))
         facts = {"spans": samples.join_ends(ends), "unsteady": tuple(sorted(unstable.unsteady))}
-        facts["rounding"] = unstable.movements
+        facts |= {"rounding": unstable.movements, "rounding_db": unstable.sqnr_db}
         samples.write(out, known.model_copy(update=facts))
         return Effect(file=samples.RECORD, summary=f"{count_words(len(known.cases), 'set')} of feeds answered")

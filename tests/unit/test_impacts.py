@@ -44,7 +44,7 @@ from enginesmith.pipeline.tasks.graph_forms import (
 )
 from enginesmith.pipeline.tasks.mixed_precision import BEFORE, Assign, Goal, Search, trial_role
 from enginesmith.pipeline.tensors import ShapeRange
-from graphs import NOWHERE, normal, parse_graph, run_model
+from graphs import NOWHERE, normal, parse_graph, run_model, save_operator
 
 NET = """net (float[batch, 8] x) => (float[batch, 6] y) {
     m = MatMul(x, w)
@@ -446,6 +446,28 @@ def search(inputs: dict[str, Artifact], folder: Path) -> list[Trial]:
         effect = task.run(inputs, out, lambda _: None)
         inputs[BEFORE] = Artifact(kind="record", path=out / effect.file, sha256="", bytes=0)
     return read_models(inputs[BEFORE], Trial)
+
+
+@pytest.mark.parametrize(
+    ("low", "ranges", "reason"),
+    [
+        (300.0, {"y": 6.0}, "a root mean square error of"),
+        (0.0, {}, "SQNR 0.0 dB is too little, below 10 dB"),
+    ],
+)
+def test_a_trial_names_the_bound_that_failed(tmp_path: Path, low: float, ranges: dict[str, float], reason: str) -> None:
+    rows = (low + np.random.default_rng(0).standard_normal((64, 3))).astype(np.float32)
+    case = Case(points=("min",), sizes={"batch": 64}, batch=64)
+    samples.write(tmp_path, Samples(data="x", ranges={}, cases=(case,), spans=ranges))
+    samples.write_arrays(tmp_path, "feeds", 0, {"x": rows})
+    samples.write_arrays(tmp_path, "outputs", 0, {"y": rows})
+    reference = Artifact(kind="reference", path=tmp_path / samples.RECORD, sha256="", bytes=0)
+    goal = Goal(threshold="int8", min_sqnr_db=None, max_drop=None, quality=None, simulation=simulation())
+    made = save_operator(tmp_path / "flat.onnx", "Clip", low, low)
+    judged, _ = goal.judge(simulation(), made, Device(), {REFERENCE: reference}, lambda _: None)
+    assert not judged.passed
+    assert reason in judged.reason
+    assert ("too little" in judged.reason) is (low == 0)
 
 
 def test_the_first_trial_with_groups_in_floating_point_measures_impacts_and_the_next_ones_know_them(

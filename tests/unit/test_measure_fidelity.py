@@ -1,5 +1,6 @@
 """Comparison of outputs with the reference's."""
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -199,6 +200,23 @@ def test_columns_of_one_unit_and_of_rounding_are_not_judged_apart() -> None:
     assert against(scores, scores * [1, 0], "int8").passed, "a score that is always nearly 0"
     offset = np.stack([1000 * RNG.random(64), np.float32(1e6) + np.float32(1e-1) * RNG.random(64)], 1)
     assert against(offset, np.where([False, True], 1e6, offset), "int8").passed, "what float32 can hardly tell"
+
+
+def test_the_bound_that_failed_is_named_whatever_it_is() -> None:
+    far = (300 + RNG.standard_normal((64, 4))).astype(np.float32)
+    compared = compare({"y": far}, {"y": np.full_like(far, 300)}, thresholds_for("int8"), ranges={"y": 6.0})
+    assert not compared.passed
+    assert re.search(
+        r"SQNR of 49\.. dB, .* a root mean square error of 1[67] % of the range", describe_failure(compared)
+    )
+    masked = np.where(np.arange(4) == 3, np.float32(-1e9), far)
+    assert describe_failure(against(masked, far, "int8")).endswith("other numbers in masked places")
+    classes = np.zeros(100, np.int64)
+    classes[:5] = 7
+    lost = describe_failure(compare({"y": classes}, {"y": 0 * classes}, thresholds_for("int8")))
+    assert lost == "output 'y' agrees in 95.00 % of its elements, but in hardly any of those that are 7"
+    low = describe_failure(against(far - 300, 0 * far, "int8"))
+    assert low.endswith("of the range of the answers)"), "SQNR alone"
 
 
 def test_rounding_may_move_an_engine_as_far_as_the_reference_itself() -> None:

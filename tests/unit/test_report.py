@@ -250,6 +250,18 @@ def test_outputs_that_are_compared_as_sets_of_rows_are_told(shares: tuple[float 
         assert all(said in line for line in told)
 
 
+def test_a_difference_that_rounding_alone_explains_is_a_warning() -> None:
+    figures: dict[str, Any] = {"cosine": 1.0, "max_abs_error": 0.1, "argmax_agreement": None, "passed": True}
+    explained = StageFidelity(stage="engine", point="min", batch=1, sqnr_db=64.2, rounding_db=60.5, **figures)
+    plain = StageFidelity(stage="engine", point="opt", batch=1, sqnr_db=95.0, **figures)
+    said = "float32 rounding alone changes this output to an SQNR of 60.5 dB: that explains the 64.2 dB after engine"
+    assert (tables.describe_pass(explained), tables.describe_pass(plain)) == (f"yes: {said}", "yes")
+    for fidelity, told in ((explained, True), (plain, False)):
+        shown = run(variants=(variant("onnxruntime-fp32", fidelity=[plain, fidelity]),))
+        for lines in (sentences.list_notes(shown), sentences.list_warnings(shown)):
+            assert any(line.startswith(f"{said} of onnxruntime-fp32") for line in lines) is told
+
+
 @pytest.mark.parametrize(
     ("guess", "value"), [(0.996, 0.995), (0.996, 0.996), (0.994, 0.995), (None, 0.995), (1.0, 1.0)]
 )

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from enginesmith.pipeline.engines.torch.session import EagerSession
-from enginesmith.pipeline.frameworks.fidelity import compare, compare_calls, thresholds_for
+from enginesmith.pipeline.frameworks.fidelity import OutputFidelity, compare, compare_calls, thresholds_for
 from enginesmith.pipeline.frameworks.rounding import (
     COARSE,
     FINE,
@@ -318,6 +318,72 @@ def test_calls_are_looked_at_as_long_as_there_is_something() -> None:
     for _ in range(2):
         whole.find({}, {"y": np.int64([1])})
     assert len(tried) == 12
+
+
+def test_outputs_that_rounding_moves_far_are_looked_at_in_all_calls() -> None:
+    """Large numbers that cancel: an answer of 110 moves 100 times as far as one of 1.1, and decides what is allowed."""
+    tried = []
+
+    def perturb(feeds: Feeds, step: float, seed: int) -> dict[str, Array]:
+        tried.append(step)
+        return {"y": feeds["x"] * np.float32(1 + 2000 * (1 + seed) * step)}
+
+    cancelling = UnstableNumbers(perturb)
+    for size in (1.1, 110.1, 11.1):
+        feeds = {"x": np.float32([[size]])}
+        assert cancelling.find(feeds, {"y": feeds["x"]}) == {}
+    assert len(tried) == 12, "two pairs each"
+    assert cancelling.movements["y"] == pytest.approx(110.1 * 4000 * 2.0**-20, rel=1e-3)
+    assert cancelling.unsteady == {"y"}
+    assert cancelling.sqnr_db["y"] == pytest.approx(10 * np.log10(2 / ((2000**2 + 4000**2) * 2.0**-44)), abs=0.1)
+    calm = UnstableNumbers(lambda feeds, step, seed: {"y": feeds["x"] * np.float32(1 + 10 * step)})
+    assert calm.find({"x": np.float32([[1.1]])}, {"y": np.float32([[1.1]])}) == {}
+    assert not calm.unsteady, "a single number has no range"
+
+
+class Offsets(nn.Module):
+    """Add constants of 2000 to channels, and subtract them again behind a product."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        generator = torch.Generator().manual_seed(0)
+        self.first, self.last = nn.Linear(4, 64), nn.Linear(64, 2)
+        for parameter in self.parameters():
+            parameter.data.normal_(0, 0.3, generator=generator)
+        offsets = 2000 * torch.rand(64, generator=generator)
+        self.first.bias.data += offsets
+        self.last.bias.data -= self.last.weight.data @ offsets
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor]:
+        return (self.last(self.first(x)).exp(),)
+
+
+def test_constants_that_cancel_explain_another_order_of_sums_and_no_wrong_bias() -> None:
+    module = Offsets()
+    session = open_session(module)
+    calls = [{"x": RNG.standard_normal((1, 4)).astype(np.float32)} for _ in range(8)]
+    answers = [session.run(feeds) for feeds in calls]
+    found = UnstableNumbers(session.perturb)
+    assert all(found.find(feeds, answer) == {} for feeds, answer in zip(calls, answers, strict=True))
+
+    def judge(other: nn.Module) -> OutputFidelity:
+        given = [open_session(other).run(feeds) for feeds in calls]
+        pairs = list(zip(answers, given, strict=True))
+        return compare_calls(pairs, thresholds_for("fp32"), rounding=found.movements).outputs[0]
+
+    order = torch.randperm(64, generator=torch.Generator().manual_seed(1))
+    reordered = Offsets()
+    reordered.first.weight.data, reordered.first.bias.data = module.first.weight[order], module.first.bias[order]
+    reordered.last.weight.data = module.last.weight[:, order]
+    other = judge(reordered)
+    assert other.passed
+    assert other.is_rounding
+    assert other.sqnr_db is not None
+    assert other.sqnr_db < 90
+    for bias in ("first", "last"):
+        wrong = Offsets()
+        getattr(wrong, bias).bias.data[0] *= 1.01
+        assert not judge(wrong).passed, bias
 
 
 def test_outputs_that_are_not_asked_for_do_not_count() -> None:

@@ -20,10 +20,11 @@ from enginesmith.pipeline.frameworks.samples import Case, Samples
 from enginesmith.pipeline.measure.rows import StageFidelity
 from enginesmith.pipeline.report.tables import describe_pass
 from enginesmith.pipeline.system.device import Device
-from enginesmith.pipeline.tasks.base import read_records
+from enginesmith.pipeline.tasks.base import read_models, read_records, scratch_artifact
+from enginesmith.pipeline.tasks.examples import put_telling_first
 from enginesmith.pipeline.tasks.mixed_precision import Goal
 from enginesmith.pipeline.tasks.tune import ENGINE, Tune
-from enginesmith.pipeline.tasks.verify import Answers, Sample, Verify, _put_telling_first
+from enginesmith.pipeline.tasks.verify import Answers, Sample, Verify
 from enginesmith.pipeline.tensors import Feeds, Signature, TensorSpec
 from graphs import parse_graph, save_operator
 
@@ -179,9 +180,22 @@ def test_an_output_that_rounding_decides_as_a_whole_is_compared_and_the_cause_is
     sample.run({"model": save_operator(tmp_path / "same.onnx", "Identity")}, reference.parent, lambda _: None)
     assert samples.read(reference.parent).unsteady == ("y",)
     check = Verify(stage="export", engine=OnnxRuntime(), device=Device(), precision="fp32", min_sqnr_db=None)
-    inputs = {"model": save_operator(tmp_path / "other.onnx", "Mul", 1.01)}
-    inputs["reference"] = Artifact(kind="reference", path=reference, sha256="", bytes=0)
-    assert "look for a division by nearly 0" in check.run(inputs, tmp_path / "verify", lambda _: None).rejected
+    inputs = {"reference": Artifact(kind="reference", path=reference, sha256="", bytes=0)}
+    for factor, passes in ((1.0, True), (1.02, False), (1.004, True)):
+        inputs["model"] = save_operator(tmp_path / f"{factor}.onnx", "Mul", factor)
+        effect = check.run(inputs, tmp_path / "verify", lambda _: None)
+        entry = read_models(scratch_artifact("record", tmp_path / "verify" / effect.file, None), StageFidelity)[0]
+        assert entry.passed is passes
+        assert bool(entry.rounding_db) is bool(effect.notes) is (factor == 1.004)
+        if entry.rounding_db:
+            assert entry.rounding_db == pytest.approx(20 * np.log10(2**22 / 2e4), abs=0.1)
+            assert effect.notes[0].startswith("float32 rounding alone changes this output to an SQNR of 46.4 dB")
+        if not passes:
+            assert "look for large numbers that cancel" in effect.rejected
+            assert "and for a division by nearly 0" in effect.rejected
+    exact = check.model_copy(update={"min_sqnr_db": 60.0}).run(inputs, tmp_path / "verify", lambda _: None)
+    assert exact.rejected, "an SQNR that was asked for"
+    inputs["model"] = save_operator(tmp_path / "other.onnx", "Mul", 1.02)
     made = inputs["model"].signature
     assert made is not None
     changes = {"outputs": (TensorSpec.parse("y:float32:boxes,3"),), "unordered": {"y": "rows"}}
@@ -322,10 +336,10 @@ def test_samples_of_a_rare_answer_are_among_those_that_are_compared() -> None:
     """An engine that never answers True agrees in the first eight samples."""
     rows, session = np.zeros((300, 1), np.float32), _Alarm()
     rows[[100, 200, 290], 0] = 7
-    data = _put_telling_first(session, Dataset("x", {"x": rows}), 8)  # type: ignore[arg-type]
+    data = put_telling_first(session, Dataset("x", {"x": rows}), 8)  # type: ignore[arg-type]
     given = np.asarray(data.arrays["x"])[:, 0].tolist()
     assert (len(given), session.calls) == (300, 32)
     assert given[:8] == [0, 7, 0, 7, 0, 0, 0, 0], "of the first 256, of each kind in turn"
     assert sorted(given) == [*[0.0] * 297, *[7.0] * 3]
     same = Dataset("x", {"x": 0 * rows})
-    assert _put_telling_first(session, same, 8) is same  # type: ignore[arg-type]
+    assert put_telling_first(session, same, 8) is same  # type: ignore[arg-type]
