@@ -311,7 +311,9 @@ class Assign(Task):
             chosen = winner or min(trials, key=lambda trial: trial.error)
             rejected = "" if winner else f"none of {len(trials)} trials reaches the goal: {chosen.reason}"
         groups = forms[chosen.form]
-        reasons = {name: _explain_kept(name, chosen, trials) for name in chosen.kept}
+        asked = sum(role.split()[0] == _TRIAL for role in inputs)
+        end = "the time was over" if len(trials) < asked else "the search ended before"
+        reasons = {name: _explain_kept(name, chosen, trials, end) for name in chosen.kept}
         reasons |= dict.fromkeys(find_kept(self.keep, groups), "asked for")
         rows = _with_causes(assignment(groups, chosen, self.step, reasons), forms["given"])
         quantized = count_quantized(chosen, groups)
@@ -374,14 +376,25 @@ def _read_trials(inputs: Inputs) -> list[Trial]:
     return max((read_models(record, Trial) for record in records), key=len)
 
 
-def _explain_kept(name: str, chosen: Trial, trials: Sequence[Trial]) -> str:
-    """Explain why a group stays in floating point."""
+def _explain_kept(name: str, chosen: Trial, trials: Sequence[Trial], end: str) -> str:
+    """Explain why a group stays in floating point; ``end`` tells why the search ended where more was to be tried."""
     first = next((trial for trial in trials if name in trial.kept and trial.phase in ("sensitive", "speed")), None)
     if first is not None and first.phase == "speed":
         return first.why
     if any(trial.passed and name not in trial.kept and len(trial.kept) < len(chosen.kept) for trial in trials):
         return "among the most sensitive groups; the goal is reached with it quantized, too, but slower"
-    return "among the most sensitive groups; the goal needs it"
+    if _is_needed(name, chosen, trials):
+        return "among the most sensitive groups; the goal needs it"
+    return f"among the most sensitive groups; not tried quantized with the others in floating point, as {end}"
+
+
+def _is_needed(name: str, chosen: Trial, trials: Sequence[Trial]) -> bool:
+    """Tell whether trials showed that the goal needs a group in floating point.
+
+    One failed with it there, and less sensitive ones quantized; or with it quantized, and it alone of those chosen.
+    """
+    failed = [set(trial.kept) for trial in trials if not trial.passed and trial.phase != "speed"]
+    return any(name in kept or {*chosen.kept} - kept == {name} for kept in failed)
 
 
 def _with_causes(rows: list[dict[str, Any]], given: Sequence[GroupFact]) -> list[dict[str, Any]]:

@@ -511,7 +511,8 @@ def test_a_variant_with_everything_in_float_says_whether_int8_reached_the_goal(
     tmp_path: Path, slower: bool, words: str
 ) -> None:
     inputs, whole = prepare(tmp_path), {"passed": True, "speedup": 1.0, "phase": "sensitive"}
-    trials = [FAILED.model_copy(update={**whole, "kept": ("first", "second")})]
+    trials = [FAILED, FAILED.model_copy(update={"phase": "sensitive", "kept": ("first",)})]
+    trials = [FAILED.model_copy(update={**whole, "kept": ("first", "second")}), *trials]
     trials += [FAILED.model_copy(update={**whole, "kept": ("first",), "speedup": 0.9})] if slower else []
     for folder in ("trials", "assigned"):
         (tmp_path / folder).mkdir()
@@ -524,6 +525,36 @@ def test_a_variant_with_everything_in_float_says_whether_int8_reached_the_goal(
     needed, faster = "the goal needs it", "the goal is reached with it quantized, too, but slower"
     assert reasons == {
         name: f"among the most sensitive groups; {faster if slower and name == 'second' else needed}"
+        for name in ("first", "second")
+    }
+
+
+@pytest.mark.parametrize(
+    ("failed", "records", "untried", "end"),
+    [
+        ([], 1, ("first", "second"), "the search ended before"),
+        ([], 2, ("first", "second"), "the time was over"),
+        ([("first",)], 1, (), ""),
+    ],
+)
+def test_a_group_that_was_not_tried_quantized_is_not_called_needed(
+    tmp_path: Path, failed: list[tuple[str, ...]], records: int, untried: tuple[str, ...], end: str
+) -> None:
+    """Two groups in floating point were enough, and time was over before one of them was."""
+    inputs = prepare(tmp_path)
+    sensitive = [(kept, False) for kept in failed] + [(("first", "second"), True)]
+    trials = [FAILED, *(FAILED.model_copy(update={"phase": "sensitive", "kept": k, "passed": p}) for k, p in sensitive)]
+    for folder in ("trials", "assigned"):
+        (tmp_path / folder).mkdir()
+    write_records(tmp_path / "trials", trials)
+    record = Artifact(kind="record", path=tmp_path / "trials" / RECORDS, sha256="", bytes=0)
+    inputs |= {trial_role(index): record for index in range(1, len(trials) + records)}
+    step = Precision(precision="int8", placement="inputs+read outputs", method="minmax")
+    effect = Assign(step=step, keep=()).run(inputs, tmp_path / "assigned", lambda _: None)
+    reasons = {row["group"]: row["why"] for row in json.loads((tmp_path / "assigned" / effect.file).read_bytes())}
+    late = f"not tried quantized with the others in floating point, as {end}"
+    assert reasons == {
+        name: f"among the most sensitive groups; {late if name in untried else 'the goal needs it'}"
         for name in ("first", "second")
     }
 
