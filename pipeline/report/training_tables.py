@@ -82,7 +82,7 @@ def tabulate_training(run: Run) -> Table:
         {
             "trained": name,
             "method": recovery.method,
-            "steps": f"{recovery.steps}: {recovery.reason}",
+            "steps": f"{recovery.steps}: {recovery.outcome}",
             "metric": recovery.metric,
             "before": format_metric(recovery.before),
             "after": format_metric(recovery.after),

@@ -123,7 +123,7 @@ class Recover(ResumableTask):
             file=file,
             summary=f"{record.metric} {format_metric(record.before)} → {format_metric(record.after)} "
             f"({self.teacher_word} {format_metric(record.teacher)}) on {record.held_back} samples held out; "
-            f"{record.steps} steps: {record.reason}",
+            f"{record.steps} steps: {record.outcome}",
             notes=(*opened.work.material.data.notes, *_list_notes(record, opened.work, self.device)),
             rejected=self.explain_unchanged if record.best_step == 0 else "",
             signature=average.signature,
@@ -411,7 +411,7 @@ def _list_notes(record: Recovery, work: "Work", device: Device) -> Iterator[str]
     if plan.seconds < work.options.seconds:
         yield f"its steps were planned for {plan.seconds:.0f} s, before it was interrupted; the next run trains anew"
     if record.best_step == 0:
-        yield "recovery made it no better: the weights are those from before"
+        yield record.unchanged
     if work.fixed is None and plan.micro_batch < plan.batch // plan.processes:
         again = ", computing activations again" if plan.checkpointed else ""
         yield f"batches of {plan.batch} in parts of {plan.micro_batch} to fit the memory{again}"

@@ -213,7 +213,10 @@ def test_it_stops_when_nothing_becomes_better(pair: Pair, unlabeled: Path, tmp_p
     effect, record = done(task(unlabeled, patience=2, epochs=20), same, tmp_path / "out")
     assert (record.ending, record.best_step) == ("patience", 0)
     assert record.steps < record.plan.steps
-    assert any("those from before" in note for note in effect.notes)
+    assert record.unchanged in effect.notes
+    assert record.unchanged.startswith("training made it no better (agreement at best 1.0000)")
+    assert record.unchanged.endswith("the weights are those from before")
+    assert f"steps: {record.unchanged}; 2 evaluations in a row" in effect.summary
     kept, before = (load_file(folder / "state.safetensors") for folder in (tmp_path / "out", pair[TEACHER].folder))
     assert all(np.array_equal(kept[name], before[name]) for name in before)
 

@@ -25,6 +25,14 @@ def test_a_pruned_model_has_one_row_whatever_is_made_of_it() -> None:
     )
 
 
+def test_a_training_that_made_nothing_better_says_so() -> None:
+    points = (RECOVERY.curve[0], *(point.model_copy(update={"metric": 0.4}) for point in RECOVERY.curve[1:]))
+    in_vain = RECOVERY.model_copy(update={"best_step": 0, "after": 0.47, "curve": points})
+    (row,) = training_tables.tabulate_training(pruned_run(pruned("a", recovery=(in_vain,)))).rows
+    steps = "20: training made it no better (top1 at best 0.4000): the weights are those from before"
+    assert row[2] == f"{steps}; all 20 planned steps are done"
+
+
 def test_each_turn_of_pruning_has_its_row() -> None:
     made = pruned_run(pruned("a", pruning=(PRUNING, PRUNING), recovery=(RECOVERY, RECOVERY)))
     pruned_to = [row[0] for row in training_tables.tabulate_pruning(made).rows]

@@ -7,9 +7,10 @@ from typing import Annotated, Literal
 from pydantic import BaseModel, Field, field_validator
 
 from enginesmith.calibration.user_code import is_reference
-from enginesmith.pipeline.units import Bytes, Option, Seconds
+from enginesmith.pipeline.units import Bytes, Option, Seconds, format_metric
 
 METHODS = ("distil", "supervised")
+_LESS_IS_BETTER = ("mse", "loss")
 
 
 class RecoverOptions(BaseModel, frozen=True, extra="forbid"):
@@ -206,6 +207,21 @@ class Recovery(BaseModel, frozen=True):
     data: str
     plan: TrainingPlan
     curve: tuple[Point, ...]
+
+    @property
+    def unchanged(self) -> str:
+        """Say that training made nothing better, with the best that it came to; empty where it did."""
+        if self.best_step:
+            return ""
+        trained = [point.metric for point in self.curve[1:]]
+        pick = min if self.metric in _LESS_IS_BETTER else max
+        best = f" ({self.metric} at best {format_metric(pick(trained))})" if trained else ""
+        return f"training made it no better{best}: the weights are those from before"
+
+    @property
+    def outcome(self) -> str:
+        """Say what came of it, and why it ended."""
+        return "; ".join(filter(None, (self.unchanged, self.reason)))
 
 
 def read(folder: Path) -> Recovery:
