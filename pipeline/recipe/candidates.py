@@ -61,9 +61,12 @@ def _fill_training(values: Mapping[str, Any], recipe: Recipe) -> dict[str, Any]:
 
 
 def _fill_pruning(values: Mapping[str, Any], recipe: Recipe) -> dict[str, Any]:
-    """Fill in a pruned model that is trained back, where the model is a module and there is the time."""
+    """Fill in a pruned model that is trained back, where the model is a module and there is the time.
+
+    Behind computation that is appended, nothing can be trained.
+    """
     seconds = recipe.time_seconds or 0.0
-    if seconds < _TIME_TO_RECOVER or not _is_torch(recipe):
+    if seconds < _TIME_TO_RECOVER or recipe.append or not _is_torch(recipe):
         return {}
     recovery = {"seconds": _RECOVERING * seconds, **(values.get("recovery") or {})}
     return {"prune": [_PRUNED], "recover": True, "recovery": recovery}

@@ -304,7 +304,8 @@ class Recipe(EngineOptions, ModelOptions):
         request.check()
         if self.append and self.recover:
             raise UsageError(
-                "--append does not go together with --recover: training needs the outputs of the model itself",
+                "--append does not go together with training (--recover, --recover-time, --quantizer qat), which needs "
+                "the outputs of the model itself",
                 "prune and train the model first, and optimize the result with --append",
             )
         return request

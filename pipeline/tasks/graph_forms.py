@@ -111,6 +111,7 @@ class Sensitivity(Task):
                 macs=work.get(group.name, group.parameters),  # of unknown size: one sample at least
                 sqnr_db=ratios.get(group.name),
                 reason="" if group.name in ratios else left.get(group.name) or group.reason or "nothing is quantized",
+                given=group.given,
                 cause=causes[group.name][1] if group.name in causes else "",
                 pattern=causes[group.name][0] if group.name in causes else "unknown",
             )

@@ -418,7 +418,7 @@ def assignment(
             "group": group.name,
             "module": group.module,
             "operator": group.kind,
-            "precision": rest if group.name in chosen.kept or group.reason else low,
+            "precision": _name_rest(group, rest) if group.name in chosen.kept or group.reason else low,
             "why": group.reason or reasons.get(group.name, ""),
             "form": chosen.form,
             "signed": chosen.signed,
@@ -429,6 +429,11 @@ def assignment(
         }
         for group in groups
     ]
+
+
+def _name_rest(group: GroupFact, rest: str) -> str:
+    """Name the precision of a group that stays in floating point: float64 is not rounded to another one."""
+    return group.given if group.given == "fp64" else rest
 
 
 def read_form(assignment: Artifact) -> str:

@@ -140,7 +140,11 @@ def test_sizes_that_a_capture_holds_alone_are_told_to_be_fixed(
     assert error.value.remedy.startswith(f"make it fixed with --input x:float32:{advice}, or remove that size from")
 
 
-def test_a_fixed_dimension_is_named(tmp_path: Path) -> None:
+def test_a_fixed_dimension_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = []
+    find = agreement.find_other_sizes
+    monkeypatch.setattr(export, "find_other_sizes", lambda model: [asked.append(model), find(model)][1])
+
     class Fixed(torch.nn.Module):
         def forward(self, x: Any) -> Any:
             assert x.shape[0] == 2
@@ -151,6 +155,7 @@ def test_a_fixed_dimension_is_named(tmp_path: Path) -> None:
         exported(tmp_path, model)
     assert "--input x:float32:2,4" in error.value.remedy
     assert "torch.vmap" in error.value.remedy
+    assert len(asked) == 1, "where it runs is found out once"
 
 
 def test_a_batch_that_has_to_be_fixed_is_advised_to_be_one_sample(tmp_path: Path) -> None:

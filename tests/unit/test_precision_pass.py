@@ -15,7 +15,9 @@ from enginesmith.pipeline.errors import DataError, InvalidGraph, ModelError, Usa
 from enginesmith.pipeline.frameworks.onnx import model_file
 from enginesmith.pipeline.passes.float16.convert import lower
 from enginesmith.pipeline.passes.quantize.precision import Precision
+from enginesmith.pipeline.passes.quantize.search import Candidate, GroupFact
 from enginesmith.pipeline.passes.run import run_pass
+from enginesmith.pipeline.tasks.mixed_precision import assignment
 from graphs import parse_graph
 
 PRECISIONS = ("fp16", "bf16", "int8", "int8+fp16", "int8-dynamic", "fp8", "int4-weights")
@@ -118,6 +120,28 @@ def test_the_effect_counts(artifact: Artifact, tmp_path: Path) -> None:
     effect, _, _ = apply(Precision(precision="int8"), artifact, tmp_path / "out", ranges=ranges(tmp_path))
     share = (64 * 4 * 9 + 64 * 32 + 32 * 5) / sum(np.prod(shape) for shape in WEIGHTS.values())
     assert (effect.summary, effect.notes) == (f"3 Q/DQ pairs, 3 of 3 products in int8, {share:.1%} of weights", ())
+
+
+@pytest.mark.parametrize("precision", ["int8-dynamic", "bf16"])
+def test_a_group_in_float64_is_called_so(tmp_path: Path, precision: Any) -> None:
+    text = """(float[N,8] x, double[N,8] z) => (float[N,4] y, double[N,4] d, double[N,N] p) {
+        y = MatMul(x, w) d = MatMul(z, v) t = Transpose(z) p = MatMul(z, t)
+    }"""
+    weight = np.random.default_rng(0).standard_normal((8, 4)).astype(np.float32)
+    model = parse_graph(text, 22, w=weight, v=weight.astype(np.float64))
+    ir.save(model, tmp_path / "float.onnx")
+    made = Artifact(kind="onnx", path=tmp_path / "float.onnx", sha256="", bytes=0)
+    made = made.model_copy(update={"signature": model_file.signature(made.path)})
+    _, _, groups = apply(Precision(precision=precision), made, tmp_path / "out", ranges=ranges(tmp_path, ""))
+    low = precision.partition("-")[0] if precision == "bf16" else precision
+    assert [entry["precision"] for entry in groups.values()] == [low, "fp64", "fp64"]
+    facts = [
+        GroupFact(name=f"g{index}", module="", kind="MatMul", macs=1, sqnr_db=None, reason="x" * index, given=given)
+        for index, given in enumerate(("fp32", "fp32", "fp64"))
+    ]
+    chosen = Candidate("everything", "given", False, "mse", frozenset(), "", False)
+    rows = assignment(facts, chosen, Precision(precision="int8+fp16"), {})
+    assert [row["precision"] for row in rows] == ["int8", "fp16", "fp64"]
 
 
 def test_an_assignment_says_what_stays_and_whose_ranges(artifact: Artifact, tmp_path: Path) -> None:

@@ -268,6 +268,7 @@ def test_what_takes_long_to_make_waits_for_a_first_race(processor: str) -> None:
         ({}, None),
         ({"time_seconds": 600, "budgets": {"max_drop": 0}}, None),
         ({"time_seconds": 600, "engines": ["onnxruntime"]}, None),
+        ({"time_seconds": 600, "append": ["softmax"]}, None),
     ],
 )
 def test_half_of_the_work_is_pruned_where_there_is_time_to_train_back(

@@ -188,7 +188,7 @@ class _Structure:
         node = self.maker(self.source(value, through))
         if node is not None and node.op_type == "DequantizeLinear":
             value = node.input[0]
-        return _PRECISIONS.get(self.graph.value(value).dtype, _UNKNOWN)
+        return PRECISIONS.get(self.graph.value(value).dtype, _UNKNOWN)
 
 
 def find_dequantized(nodes: "Iterable[onnx.NodeProto]") -> set[str]:
@@ -271,7 +271,7 @@ def _is_quantized_at_once(node: "onnx.NodeProto", structure: _Structure) -> bool
 
 # Shares by precision.
 
-_PRECISIONS = {
+PRECISIONS = {
     "float64": "fp64",
     "float32": "fp32",
     "float16": "fp16",
@@ -282,6 +282,7 @@ _PRECISIONS = {
     **dict.fromkeys(("int8", "uint8"), "int8"),
     **dict.fromkeys(("int4", "uint4"), "int4"),
 }
+"""Names of precisions by dtype."""
 _INTEGER_KERNELS = (
     *("QLinearConv", "ConvInteger", "QLinearMatMul", "MatMulInteger", "MatMulIntegerToFloat", "DynamicQuantizeMatMul"),
     *("QGemm", "QAttention", "DynamicQuantizeLSTM"),
@@ -362,7 +363,7 @@ def _precision(node: "onnx.NodeProto", structure: _Structure, executed: bool) ->
     stored = {structure.stored_precision(origin) for name in operands for origin in structure.origins(name)}
     if len(stored) == 1 and (only := stored.pop()) in _EIGHT_BITS:
         return only
-    return _PRECISIONS.get(structure.graph.value(node.input[0]).dtype, _UNKNOWN)
+    return PRECISIONS.get(structure.graph.value(node.input[0]).dtype, _UNKNOWN)
 
 
 def _find_unpacked(structure: _Structure, runs_in: Mapping[str, str]) -> dict[str, str]:
@@ -391,8 +392,8 @@ def _weight_shares(structure: _Structure, unpacked: Mapping[str, str]) -> dict[s
         if name in packed:
             given = packed[name]
             sizes[f"int{given.get('bits', 4)}"] += given["K"] * given["N"]
-        elif value.shape is not None and len(value.shape) > 1 and value.dtype in _PRECISIONS:
-            sizes[unpacked.get(name, _PRECISIONS[value.dtype])] += prod(value.shape)
+        elif value.shape is not None and len(value.shape) > 1 and value.dtype in PRECISIONS:
+            sizes[unpacked.get(name, PRECISIONS[value.dtype])] += prod(value.shape)
     return _shares(sizes, sizes.total())
 
 
@@ -460,4 +461,4 @@ def _count_read_constants(model: "onnx.ModelProto") -> Counter[str]:
 
 
 def _name_type(elem_type: int) -> str:
-    return _PRECISIONS.get(model_file.dtype_name(elem_type), _UNKNOWN)
+    return PRECISIONS.get(model_file.dtype_name(elem_type), _UNKNOWN)

@@ -124,7 +124,7 @@ def _capture(
     exporters = {"dynamo": ("torch.export", _export_program), "torchscript": ("TorchScript", _trace)}
     failures: list[ExportError] = []
     for title, make in exporters.values() if options.exporter == "auto" else [exporters[options.exporter]]:
-        if failures and isinstance(failures[0], FixedDimension) and not find_other_sizes(loaded):
+        if failures and isinstance(failures[0], FixedDimension) and not _runs_elsewhere(loaded, failures[0]):
             break
         try:
             model, notes = make(loaded, out, options.opset, progress)
@@ -242,9 +242,9 @@ def _translate_widely(loaded: "LoadedModel", opset: int, progress: Progress) -> 
     """
     try:
         program = _translate(loaded, opset)
-    except FixedDimension:
+    except FixedDimension as error:
         progress("capturing the graph at other sizes, as those of the example fix some")
-        if (moved := _capture_elsewhere(loaded)) is None:
+        if (moved := _capture_elsewhere(loaded, error)) is None:
             raise
         _, widened, words = moved
         return _translate(widened, opset), words
@@ -307,8 +307,8 @@ def capture_widely(loaded: "LoadedModel") -> tuple["ExportedProgram", str]:
     """
     try:
         program = capture_program(loaded)
-    except FixedDimension:
-        if (moved := _capture_elsewhere(loaded)) is None:
+    except FixedDimension as error:
+        if (moved := _capture_elsewhere(loaded, error)) is None:
             raise
         program, _, words = moved
     else:
@@ -316,13 +316,24 @@ def capture_widely(loaded: "LoadedModel") -> tuple["ExportedProgram", str]:
     return program, words
 
 
-def _capture_elsewhere(loaded: "LoadedModel") -> tuple["ExportedProgram", "LoadedModel", str] | None:
+def _runs_elsewhere(loaded: "LoadedModel", failure: FixedDimension) -> bool:
+    """Tell whether a module runs at other sizes, which is tried unless it was for that failure."""
+    if failure.runs_elsewhere is None:
+        failure.runs_elsewhere = find_other_sizes(loaded) is not None
+    return failure.runs_elsewhere
+
+
+def _capture_elsewhere(
+    loaded: "LoadedModel", failure: FixedDimension
+) -> tuple["ExportedProgram", "LoadedModel", str] | None:
     """Capture a module at other sizes than the example's, at which the program has to be right, too.
 
     ``if height == width == 224`` is true of an example, and fixes what may be any size elsewhere. Returns what
     :func:`widen_program` does; None where there is no such program.
     """
-    if (sizes := find_other_sizes(loaded)) is not None:
+    sizes = find_other_sizes(loaded)
+    failure.runs_elsewhere = sizes is not None
+    if sizes is not None:
         moved = _move_example(loaded, sizes)
         with contextlib.suppress(ExportError):
             program, moved, words = widen_program(capture_program(moved), moved)

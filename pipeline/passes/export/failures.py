@@ -63,6 +63,9 @@ REMEDY = "the whole trace is in the step's log; take the other one with --export
 class FixedDimension(ExportError):
     """The graph holds at one size only of a dimension that was to be dynamic."""
 
+    runs_elsewhere: bool | None = None
+    """Whether the module runs at other sizes; None where that was not tried."""
+
 
 def explain_failure(error: BaseException, loaded: "LoadedModel", remedy: str = REMEDY) -> ExportError:
     """Return the reason of an exporter's exception, and a remedy, by default that for an export to ONNX."""

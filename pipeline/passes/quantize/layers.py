@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 from enginesmith.pipeline.errors import InvalidGraph, UsageError
 from enginesmith.pipeline.frameworks.onnx import edit, ir
+from enginesmith.pipeline.frameworks.onnx.coverage import PRECISIONS
 from enginesmith.pipeline.frameworks.onnx.model_file import MODULE_KEY
 from enginesmith.pipeline.passes.float16.convert import is_lowerable
 from enginesmith.pipeline.passes.float16.rules import find_remedy
@@ -55,6 +56,8 @@ class QuantizableOp:
     """Elements of its weights, biases left out."""
     reason: str = ""
     """Reason for having no quantized form with fixed ranges; empty where it has one."""
+    given: str = "fp32"
+    """Precision that the graph has it in."""
 
 
 Correct = Callable[["ir.Node", Array, Array], object]
@@ -175,7 +178,15 @@ def _describe_group(node: "ir.Node") -> QuantizableOp:
         output=next((value.name for value in node.outputs if value.name), ""),
         parameters=sum(content.size for content in weights.values()),
         reason=_explain_group(node),
+        given=_name_precision(node),
     )
+
+
+def _name_precision(node: "ir.Node") -> str:
+    """Name the precision that a graph has an operator in: that of its first floating operand of known type."""
+    dtypes = (value.dtype for value in node.inputs if value is not None)
+    known = (PRECISIONS.get(dtype.numpy().name, "") for dtype in dtypes if dtype is not None)
+    return next((name for name in known if name.startswith(("fp", "bf"))), "fp32")
 
 
 def _find_bias(node: "ir.Node") -> "ir.Value | None":

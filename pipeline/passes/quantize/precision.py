@@ -244,7 +244,7 @@ class Precision(PrecisionPass, GraphPass):
         for group in groups:
             precision, why = self._low, ""
             if not self._low or group.name in left:
-                precision = lowered.dtype if lowered and group.name in halved else "fp32"
+                precision = lowered.dtype if lowered and group.name in halved else group.given
                 why = chosen.why.get(group.name) or reasons.get(group.name, "")
             names = {"group": group.name, "module": group.module, "operator": group.operator}
             entries.append({**names, "precision": precision, "why": why})

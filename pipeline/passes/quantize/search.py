@@ -57,6 +57,8 @@ class GroupFact(BaseModel, frozen=True):
     in another unit that it alone loses most, if that is lower. None without such a form."""
     reason: str = ""
     """Reason for staying in floating point anyway."""
+    given: str = "fp32"
+    """Precision that the graph has it in."""
     cause: str = ""
     """Says what about its numbers makes it lose much, where it does."""
     pattern: Cause = "unknown"
