@@ -254,3 +254,14 @@ def test_a_box_at_the_threshold_is_not_held_against_a_low_precision(every: int, 
         search = InputSearch(subject, seed=0)
         assert search.run(0) is None
         assert search.excuses[0].reason.endswith("have a partner in the reference; too few rows to tell")
+
+
+def test_the_output_whose_rows_are_others_is_described_and_no_other_one() -> None:
+    """A low precision may be far off in the numbers before: the rows alone are judged."""
+    outputs = (spec("z", "float32", "batch", 4), spec("y", "float32", "boxes", 4))
+    form = SIGNATURE.model_copy(update={"unordered": {"y": "rows"}, "outputs": outputs})
+    right = {"z": RNG.standard_normal((2, 4)).astype(np.float32), "y": np.arange(40, dtype=np.float32).reshape(10, 4)}
+    wrong = {"z": -right["z"], "y": right["y"] + 1000}
+    judge = make_judge(form, "int8", {"z": 4.0, "y": 40.0})
+    for fault in (judge.find_fault_in_all([(right, wrong)] * 2), judge.find_fault(right, wrong, no_movement)):
+        assert fault.startswith("0.0 % of the rows in output 'y' have a partner")

@@ -116,7 +116,7 @@ class Judge:
         pooled = compare_calls(calls, self.thresholds, self.signature, self.scales)
         if _find_paired(pooled) >= _LEAST_PAIRED:
             return ""
-        return f"{describe_failure(pooled)}, of {len(calls)} inputs with few rows"
+        return f"{_describe_rows(pooled)}, of {len(calls)} inputs with few rows"
 
     def explains_rows(self, reference: Feeds, actual: Feeds, rounded: Iterable[Feeds]) -> bool:
         """Tell whether rows are others because rounding chooses them: the model's own, rounded otherwise, are, too.
@@ -145,7 +145,7 @@ class Judge:
         enough = _find_paired(compared) >= _LEAST_PAIRED and self.precision not in EXACT
         if compared.passed or enough:
             return Verdict()
-        text = describe_failure(compared)
+        text = _describe_rows(compared)
         if np.inf in sensitivity().values():
             return Verdict(excuse=f"{text}; rounding alone chooses another number of rows")
         return Verdict(text)
@@ -216,6 +216,12 @@ _EQUAL = _Difference("", 0.0, 0.0)
 
 def _find_paired(compared: Fidelity) -> float:
     return 1.0 if compared.paired is None else compared.paired
+
+
+def _describe_rows(compared: Fidelity) -> str:
+    """Describe the output of which the fewest rows have a partner: that decides, and not what else is far off."""
+    outputs = sorted(compared.outputs, key=lambda output: 1.0 if output.paired is None else output.paired)
+    return describe_failure(compared.model_copy(update={"outputs": tuple(outputs)}))
 
 
 def _is_as_near(output: OutputFidelity, others: Sequence[OutputFidelity]) -> bool:
