@@ -193,6 +193,9 @@ def test_an_output_that_rounding_decides_as_a_whole_is_compared_and_the_cause_is
         if not passes:
             assert "look for large numbers that cancel" in effect.rejected
             assert "and for a division by nearly 0" in effect.rejected
+    inputs["model"] = save_operator(tmp_path / "wrong.onnx", "Mul", 2.0)
+    assert "look for" not in check.run(inputs, tmp_path / "verify", lambda _: None).rejected, "far from rounding"
+    inputs["model"] = save_operator(tmp_path / "near.onnx", "Mul", 1.004)
     exact = check.model_copy(update={"min_sqnr_db": 60.0}).run(inputs, tmp_path / "verify", lambda _: None)
     assert exact.rejected, "an SQNR that was asked for"
     inputs["model"] = save_operator(tmp_path / "other.onnx", "Mul", 1.02)
