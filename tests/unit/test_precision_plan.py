@@ -16,6 +16,7 @@ from enginesmith.pipeline.execution.events import Outcome
 from enginesmith.pipeline.execution.local import LocalExecutor
 from enginesmith.pipeline.execution.scheduler import Runner
 from enginesmith.pipeline.execution.settings import Settings
+from enginesmith.pipeline.frameworks.fidelity import Fidelity, OutputFidelity
 from enginesmith.pipeline.measure.quality import Quality as Judged
 from enginesmith.pipeline.passes.quantize.precision import Precision
 from enginesmith.pipeline.passes.quantize.precisions import Placement
@@ -345,8 +346,10 @@ def test_a_metric_is_not_computed_where_outputs_differ_too_much(
         computed.append(given)
         return SimpleNamespace(drop=0.02, seen_high=0.03), {}, ()
 
-    monkeypatch.setattr(Goal, "_compare", lambda *given: SimpleNamespace(passed=passed, sqnr_db=9.0, outputs=()))
-    goal = Goal.model_construct(max_drop=0.01, quality=SimpleNamespace(judge=judge, data_options=None))
+    compared = Fidelity(passed=passed, sqnr_db=9.0, outputs=(OutputFidelity(name="y", sqnr_db=9.0, passed=passed),))
+    monkeypatch.setattr(Goal, "_compare", lambda *given: compared)
+    quality = SimpleNamespace(judge=judge, data_options=None)
+    goal = Goal.model_construct(threshold="int8", min_sqnr_db=None, max_drop=0.01, quality=quality)
     engine = SimpleNamespace(load=lambda *given: contextlib.nullcontext())
     judged, _ = goal.judge(engine, None, Device(), {"reference": None, "baseline": None}, print)  # type: ignore[arg-type, dict-item]
     assert len(computed) == metrics
