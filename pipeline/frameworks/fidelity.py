@@ -412,7 +412,7 @@ def _explain_lost_differences(
     )
     if share <= allowed:
         return ""
-    return f"a root mean square error of {format_share(share)} of the range, where {format_share(allowed)} may be"
+    return f"the root mean square error is {format_share(share, 3)} of the range, above {format_share(allowed, 3)}"
 
 
 class Part(NamedTuple):

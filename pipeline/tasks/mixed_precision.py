@@ -107,6 +107,8 @@ class Goal(BaseModel, frozen=True, extra="forbid"):
         failed = [output for output in compared.outputs if not output.passed]
         plain = all(output.finite and not (output.part or output.fault or output.paired) for output in failed)
         lowest = min((output.sqnr_db for output in failed if output.sqnr_db is not None), default=None)
+        if len(compared.outputs) == 1 and failed[0].fault and not failed[0].part:
+            return failed[0].fault
         if not plain or lowest is None or lowest != compared.sqnr_db:
             return describe_failure(compared)
         least = thresholds_for(self.threshold, self.min_sqnr_db).min_sqnr_db
