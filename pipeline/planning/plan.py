@@ -163,6 +163,8 @@ class Variant:
     sparsity: str | None = None
     unavailable: str = ""
     """The reason why it can be built here, and not run."""
+    refused: str = ""
+    """The reason why it cannot be had as it was asked for, on any machine."""
     lowering: Name | None = None
     """The precision that the graph is turned into for it; None where it is taken as it is."""
     calibration: StepRef | None = None

@@ -40,7 +40,7 @@ from enginesmith.pipeline.planning.variants import ResolvedRecipe, list_referenc
 from enginesmith.pipeline.recipe import Recipe
 from enginesmith.pipeline.system.device import Device
 from enginesmith.pipeline.tasks.base import Task
-from enginesmith.pipeline.tasks.build import SMALLEST, UNLIMITED, Build, BuildWithin, Transform
+from enginesmith.pipeline.tasks.build import SMALLEST, UNLIMITED, Build, BuildWithin, Refuse, Transform
 from enginesmith.pipeline.tasks.load import Load, LoadEngine, LoadOnnx, Shapes
 from enginesmith.pipeline.tasks.measure import GRAPH, VERIFIED, CountWork, DeviceRates, Latency, Memory, ProfileVariant
 from enginesmith.pipeline.tasks.nncf import require_nncf
@@ -268,7 +268,7 @@ def _engine_steps(
     recipe, engine, device = resolved.recipe, variant.engine, variant.device
     if engine.runs_module():
         check = verify_step(recipe, variant.name, LOAD, engine, device, stage="engine")
-        return replace(variant, verified=(check.id,)), [check]
+        return _refuse(replace(variant, verified=(check.id,)), [check])
     steps: list[Step] = []
     threshold, own, built = resolved.find_threshold(engine), dict[str, Any](), variant.as_built
     takes_module = engine.consumes == "torch"
@@ -297,7 +297,16 @@ def _engine_steps(
     needs: dict[str, StepRef] = {**check.inputs, **{str(name): name for name in checks}}
     check = replace(check, inputs=needs, unavailable=variant.unavailable)
     own |= {"audits": tuple(step.id for step in audits), "verified": (*checks, check.id)}
-    return replace(variant, **own), [*steps, *audits, check]
+    return _refuse(replace(variant, **own), [*steps, *audits, check])
+
+
+def _refuse(variant: Variant, steps: list[Step]) -> tuple[Variant, list[Step]]:
+    """Let all steps of a variant that cannot be had wait for one that says why, and fails."""
+    if not variant.refused:
+        return variant, steps
+    first = Step(StepRef("refuse", variant.name), Refuse(reason=variant.refused))
+    waiting = [replace(step, inputs={**step.inputs, "possible": first.id}) for step in steps]
+    return replace(variant, verified=(first.id, *variant.verified)), [first, *waiting]
 
 
 def shapes_step(recipe: Recipe) -> Step:

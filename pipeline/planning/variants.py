@@ -15,6 +15,9 @@ from enginesmith.pipeline.passes.quantize.precisions import Quantizer
 from enginesmith.pipeline.planning.plan import LOAD, StepRef, Variant, VariantName
 from enginesmith.pipeline.recipe import Recipe
 from enginesmith.pipeline.system.device import Device
+from enginesmith.pipeline.units import name_some
+
+_SHOWN = 3
 
 
 @dataclass(frozen=True)
@@ -68,7 +71,7 @@ def list_variants(
 
     Where they have to run ``here``, they say what this machine lacks for that. ``graphs``: whether engines that can
     replay CUDA graphs do so, each choice a variant. Engines that can ``cast`` a float32 graph by themselves do so,
-    unless inputs and outputs are to be cast, too.
+    unless inputs and outputs are to be cast, too, or nodes are to be kept.
     """
     recipe = resolved.recipe
     taken = {str(VariantName(BASELINES["torch"], "fp32"))}  # the model as it is
@@ -90,12 +93,22 @@ def list_variants(
                     continue
                 taken.add(variant.id)
                 if takes_module:
-                    yield variant
+                    yield replace(variant, refused=_explain_whole_cast(recipe, engine, precision))
                     continue
                 runnable = config.engine.runnable(variant.device) if here and engine.kinds == ("cuda",) else None
                 unavailable = "" if runnable is None or runnable.ok else runnable.reason
-                as_it_is = precision == "fp32" or (cast and precision in engine.casts)
-                yield replace(variant, unavailable=unavailable, lowering=None if as_it_is else precision)
+                casts = cast and precision in engine.casts and not recipe.quantization.keep
+                lowering = None if precision == "fp32" or casts else precision
+                runs = variant.engine if casts else variant.engine.as_written()
+                yield replace(variant, engine=runs, unavailable=unavailable, lowering=lowering)
+
+
+def _explain_whole_cast(recipe: Recipe, engine: type[Engine], precision: str) -> str:
+    """Explain why an engine cannot have a module in a precision, as it casts all of it; empty if it can."""
+    kept = recipe.quantization.keep
+    if precision == "fp32" or not kept:
+        return ""
+    return f"{engine.name} casts the whole module to {precision}, and {name_some(kept, _SHOWN)} is to stay in float32"
 
 
 def _list_quantizers(recipe: Recipe, engine: type[Engine]) -> tuple[Quantizer, ...]:
@@ -119,7 +132,8 @@ def list_references(resolved: ResolvedRecipe, requested: Collection[str]) -> Ite
     own = type(baseline("torch"))
     half = next((name for name in recipe.precisions if name in own.precisions[1:]), own.usual_half(where))
     options = ModuleOptions(compile_mode=recipe.eager.compile_mode)
-    plain = resolved.updated(eager=options, precisions=("fp32", half))
+    whole = recipe.quantization.model_copy(update={"keep": ()})  # as PyTorch would cast it
+    plain = resolved.updated(eager=options, precisions=("fp32", half), quantization=whole)
     listed = [*list_variants(plain, REFERENCES)]
     if any(recipe.graph_modes("both")):
         listed += list_variants(plain.updated(precisions=(half,)), REFERENCES[1:], graphs=(True,))

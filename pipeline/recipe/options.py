@@ -121,7 +121,7 @@ class QuantizationOptions(Part):
         description="bits of int8 weights; by default 8, or 7 for ONNX Runtime on CPUs without VNNI, which saturate",
     )
     keep: Annotated[tuple[str, ...], Option(_DATA, metavar="NAME")] = Field(
-        (), description="nodes or modules to keep in float; may contain *"
+        (), description="nodes or modules to keep in float (with fp16 and bf16: in float32); may contain *"
     )
     smooth: Annotated[
         Annotated[float, Field(ge=0, le=1)] | Literal["auto"] | None, Option(_DATA, metavar="ALPHA|auto")

@@ -8,7 +8,7 @@ from pydantic import BaseModel, SerializeAsAny
 
 from enginesmith.pipeline.artifact import Artifact, Effect, Kind, file_digest
 from enginesmith.pipeline.engines.base import BuildRequest, Engine, EngineFacts, WorkspaceEngine
-from enginesmith.pipeline.errors import BuildError, WrongEngine
+from enginesmith.pipeline.errors import BuildError, UsageError, WrongEngine
 from enginesmith.pipeline.passes.base import Pass, Progress
 from enginesmith.pipeline.passes.run import run_pass
 from enginesmith.pipeline.system.device import Device
@@ -20,6 +20,20 @@ UNLIMITED = "unlimited"
 """Role of the engine that was built without a limit."""
 SMALLEST = "smallest"
 """Role of the engine with the smallest limit, in a task that builds a point above it."""
+
+
+class Refuse(Task):
+    """Fail, for a variant that cannot be had as it was asked for."""
+
+    title: ClassVar[str] = "refuse"
+    produces: ClassVar[Kind] = "record"
+    in_process: ClassVar[bool] = True
+    tools: ClassVar[tuple[str, ...]] = ()
+
+    reason: str
+
+    def run(self, inputs: Inputs, out: Path, progress: Progress) -> Effect:
+        raise UsageError(self.reason, "omit --keep, or use an engine that runs a graph")
 
 
 class Transform(Task):

@@ -1,6 +1,5 @@
 """Search for what stays in floating point: one task is one trial, and knows those before it."""
 
-import difflib
 import json
 import logging
 import math
@@ -8,7 +7,6 @@ import tempfile
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from fnmatch import fnmatchcase
 from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar, Literal
@@ -18,13 +16,13 @@ from pydantic import BaseModel, Field, SerializeAsAny
 from enginesmith.calibration.options import PartOptions
 from enginesmith.pipeline.artifact import Artifact, Effect, Kind
 from enginesmith.pipeline.engines.base import BuildRequest, Engine, Session
-from enginesmith.pipeline.errors import MissingCapability, ModelError, UsageError
+from enginesmith.pipeline.errors import MissingCapability, ModelError
 from enginesmith.pipeline.frameworks import samples
 from enginesmith.pipeline.frameworks.fidelity import Fidelity, compare_calls, describe_failure, thresholds_for
 from enginesmith.pipeline.frameworks.onnx import evaluator, model_file
 from enginesmith.pipeline.measure.quality import Quality as Judged
 from enginesmith.pipeline.passes.base import PrecisionPass, Progress
-from enginesmith.pipeline.passes.quantize import layers
+from enginesmith.pipeline.passes.quantize.layers import find_kept
 from enginesmith.pipeline.passes.quantize.precisions import FORM_WORDS
 from enginesmith.pipeline.passes.quantize.search import (
     NO_ADVICE,
@@ -456,24 +454,3 @@ class LowerForm(Transform):
         return effect.model_copy(
             update={"notes": (f"channels rescaled: {inputs[form].history[-1].effect}", *effect.notes)}
         )
-
-
-def find_kept(patterns: Sequence[str], groups: Sequence[GroupFact | layers.QuantizableOp]) -> frozenset[str]:
-    """Find groups whose name or module fits one of the patterns.
-
-    Raises:
-        UsageError: a pattern fits none.
-    """
-    group_names: set[str] = set()
-    for pattern in patterns:
-        names = ((group, name) for group in groups for name in (group.name, group.module) if name)
-        matching = {group.name for group, name in names if fnmatchcase(name, pattern)}
-        if not matching:
-            known = [name for group in groups for name in (group.module, group.name) if name]
-            near = difflib.get_close_matches(pattern, known, n=3, cutoff=0.3)
-            raise UsageError(
-                f"no group that can be quantized is called {pattern!r}",
-                f"did you mean {', '.join(near)}?" if near else "`enginesmith inspect` lists them",
-            )
-        group_names |= matching
-    return frozenset(group_names)

@@ -24,7 +24,6 @@ from enginesmith.pipeline.passes.run import check_graph
 from enginesmith.pipeline.system import software
 from enginesmith.pipeline.tasks.base import Inputs, Task
 from enginesmith.pipeline.tasks.calibrate import Feeder, Feeding
-from enginesmith.pipeline.tasks.mixed_precision import find_kept
 
 if TYPE_CHECKING:
     import onnx
@@ -76,7 +75,7 @@ class QuantizeWithNncf(Task):
         groups = layers.prepare(model, "int8")
         usable = [group for group in groups if not group.reason]
         layers.require_products(model, groups, "int8", usable)
-        float_groups = find_kept(self.keep, groups)
+        float_groups = layers.find_kept(self.keep, groups)
         progress(f"NNCF is quantizing, with {len(feeding)} feeds")
         ir.external_data.load_to_model(model)  # NNCF looks for weights beside the graph in another folder
         quantized_model, settings = self._quantize(ir.to_proto(model), feeding, groups, sorted(float_groups))

@@ -21,6 +21,7 @@ from pydantic import BaseModel, Field, StringConstraints
 from enginesmith.pipeline.artifact import json_digest
 from enginesmith.pipeline.errors import StoreError
 from enginesmith.pipeline.execution.events import Outcomes
+from enginesmith.pipeline.passes.quantize.layers import find_kept
 from enginesmith.pipeline.passes.quantize.precisions import WEAK_DB
 from enginesmith.pipeline.passes.quantize.search import (
     NO_ADVICE,
@@ -36,7 +37,7 @@ from enginesmith.pipeline.store.past_records import PastRecord, PastRecords
 from enginesmith.pipeline.store.store import Store
 from enginesmith.pipeline.tasks.base import read_models
 from enginesmith.pipeline.tasks.graph_forms import MODEL, SENSITIVITY
-from enginesmith.pipeline.tasks.mixed_precision import BEFORE, Search, find_kept
+from enginesmith.pipeline.tasks.mixed_precision import BEFORE, Search
 
 _ALIKE = 0.5
 """Distance below which two patterns count as similar: half of what loses much has the same operator and cause."""

@@ -170,6 +170,52 @@ def test_what_stays_may_be_lowered_with_the_rest(artifact: Artifact, tmp_path: P
     assert groups["MatMul_6"]["precision"] == "fp16"
 
 
+def count_types(model: onnx.ModelProto) -> dict[str, list[str]]:
+    """List the operators that read a weight, by its type."""
+    types = {tensor.name: onnx.TensorProto.DataType.Name(tensor.data_type) for tensor in model.graph.initializer}
+    found: dict[str, list[str]] = {}
+    for node in model.graph.node:
+        if node.op_type in ("Conv", "MatMul"):
+            found.setdefault(types[node.input[1]], []).append(node.op_type)
+    return found
+
+
+@pytest.mark.parametrize(("precision", "low"), [("fp16", "FLOAT16"), ("bf16", "BFLOAT16")])
+@pytest.mark.parametrize(("pattern", "kept"), [("MatMul_9", ["MatMul"]), ("head.*", ["MatMul"]), ("Gelu_8", [])])
+def test_named_nodes_and_modules_stay_in_float32(
+    tmp_path: Path, precision: Any, low: str, pattern: str, kept: list[str]
+) -> None:
+    artifact = written(tmp_path, NET)
+    model = ir.load(artifact.path)
+    model.graph[9].metadata_props[model_file.MODULE_KEY] = "head.0"
+    ir.save(model, artifact.path)
+    _, done, groups = apply(Precision(precision=precision, keep=(pattern,)), artifact, tmp_path / "out")
+    assert count_types(done).get("FLOAT", []) == kept
+    assert len(count_types(done)[low]) == 3 - len(kept)
+    assert groups["MatMul_9"]["precision"] == ("fp32" if kept else precision)
+    assert groups["MatMul_9"]["why"] == ("was asked for" if kept else "")
+    wide = {node.name: reason for node, reason in model_file.list_float32(done)}
+    assert [name for name, reason in wide.items() if reason == "was asked for"] == ["MatMul_9" if kept else "Gelu_8"]
+    assert "GlobalAveragePool_2" in wide
+    assert "Conv_0" not in wide
+
+
+def test_what_has_no_product_stays_between_nodes_that_are_kept(artifact: Artifact, tmp_path: Path) -> None:
+    _, done, _ = apply(Precision(precision="bf16", keep=("MatMul_[69]",)), artifact, tmp_path / "out")
+    assert {"MatMul_6", "Add_7", "Gelu_8", "MatMul_9"} <= {node.name for node, _ in model_file.list_float32(done)}
+
+
+def test_names_that_fit_nothing_are_refused_and_similar_ones_named(artifact: Artifact, tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="no node that computes in float32 is called 'MatMull_6'") as caught:
+        apply(Precision(precision="bf16", keep=("MatMul_9", "MatMull_6")), artifact, tmp_path / "out")
+    assert "MatMul_6" in caught.value.remedy
+
+
+def test_a_graph_with_everything_kept_is_in_no_low_precision(artifact: Artifact, tmp_path: Path) -> None:
+    with pytest.raises(ModelError, match="no node of this graph can be in bf16"):
+        apply(Precision(precision="bf16", keep=("*",)), artifact, tmp_path / "out")
+
+
 def test_everything_may_be_kept(artifact: Artifact, tmp_path: Path) -> None:
     names = ("Conv_0", "MatMul_6", "MatMul_9")
     chosen = record(tmp_path / "a.json", json.dumps([{"group": name, "precision": "fp32"} for name in names]))

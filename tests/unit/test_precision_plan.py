@@ -90,6 +90,22 @@ def test_one_step_judges_eager_where_no_search_judges_by_the_metric_of_its_own_s
     ]
 
 
+def test_what_is_kept_stays_in_the_halves_of_graphs_and_is_refused_where_a_module_is_cast() -> None:
+    """Modules that are measured for comparison are as PyTorch would cast them."""
+    values = {"engines": ["onnxruntime", "eager"], "precisions": ["fp16", "int8"], "quantization": {"keep": ["head"]}}
+    made = planned(**values, measure={"references": True})
+    steps = {step.id: step for step in made.steps}
+    lowering = {name: steps[name].task.step.keep for name in ("precision-fp16", "precision-int8-onnxruntime")}  # type: ignore[attr-defined]
+    assert lowering == {"precision-fp16": ("head",), "precision-int8-onnxruntime": ()}  # int8's assignment says it
+    refused = {variant.id: variant.refused for variant in made.variants if variant.refused}
+    assert refused == {"eager-fp16": "eager casts the whole module to fp16, and head is to stay in float32"}
+    assert "refuse-eager-fp16" in steps["verify-eager-fp16"].inputs.values()
+    assert "refuse-eager-fp16" in next(each for each in made.variants if each.refused).verified
+    with pytest.raises(UsageError, match="eager casts the whole module"):
+        steps["refuse-eager-fp16"].task.run({}, Path(), lambda text: None)
+    assert "compiled-fp16" in {variant.id for variant in made.variants if variant.reference}
+
+
 def test_variants_share_calibration_and_the_float_engine() -> None:
     found = ids(planned(precisions=["fp32", "int8", "int8+fp16"]))
     assert found.count("calibrate") == 1

@@ -15,12 +15,13 @@ from enginesmith.pipeline.engines.openvino.whole_numbers import find_whole_numbe
 from enginesmith.pipeline.engines.profiling import Profiled, ProfileRequest
 from enginesmith.pipeline.engines.telemetry import import_without_telemetry
 from enginesmith.pipeline.engines.triton import Fields, Message, TritonBackend, quoted
-from enginesmith.pipeline.errors import install_command
+from enginesmith.pipeline.errors import ModelError, install_command
 from enginesmith.pipeline.frameworks.onnx import model_file
 from enginesmith.pipeline.passes.quantize.precisions import Placement, Quantizer
 from enginesmith.pipeline.system import cpu, software
 from enginesmith.pipeline.system.cpu import int8_weight_bits, vector_units
 from enginesmith.pipeline.system.device import Availability, Device, unavailable
+from enginesmith.pipeline.units import name_some
 
 if TYPE_CHECKING:
     from enginesmith.pipeline.engines.options import EngineOptions
@@ -34,7 +35,7 @@ _BFLOAT16_ON_TRITON = (
 )
 _FIXED = "FIXED_BATCHES"
 """Option of packages: the sizes of ``fixed_batches``."""
-_MOST_FIXED = 4
+_MOST_FIXED, _SHOWN = 4, 3
 _PRIMING_SIDE = 64
 
 _REPRODUCE = """
@@ -65,6 +66,8 @@ class OpenVINO(Engine):
 
     floats: session.FloatType = "f32"
     """Type that floating-point layers compute in, where the processor has instructions for it."""
+    typed: bool = False
+    """The graph itself has the types; of bfloat16, OpenVINO then computes what is in it, and no more."""
     session_options: tuple[str, ...] = ()
     """Options of the compiled model that are not the defaults: ``INFERENCE_NUM_THREADS=1``."""
     fixed_batches: tuple[int, ...] = ()
@@ -87,6 +90,14 @@ class OpenVINO(Engine):
     def prefers_signed(cls, device: Device) -> bool:
         """Prefer them with AMX, which multiplies two signed numbers: a reader of text takes 0.73 of the time."""
         return "amx_int8" in vector_units()
+
+    def as_written(self) -> Self:
+        return self.model_copy(update={"typed": self.floats == "bf16"})
+
+    @property
+    def _hint(self) -> session.FloatType:
+        """Type that OpenVINO casts layers to: with f32, those in bfloat16 stay, and those in float16 would not."""
+        return "f32" if self.typed else self.floats
 
     @property
     def arithmetic(self) -> str:
@@ -120,7 +131,7 @@ class OpenVINO(Engine):
     def package_facts(self, main: Path, device: Device) -> PackageFacts:
         record = main.parent / _AUDIT
         needed = profiler.Audit.model_validate_json(record.read_bytes()).options if record.is_file() else {}
-        options = session.compile_options(device.threads, self.floats) | needed | self._tuned_options
+        options = session.compile_options(device.threads, self._hint) | needed | self._tuned_options
         return PackageFacts(options={**options, _FIXED: self.fixed_batches})
 
     @classmethod
@@ -131,7 +142,7 @@ class OpenVINO(Engine):
         return cls(floats=floats, session_options=tuned, fixed_batches=fixed[:_MOST_FIXED])
 
     def reproduce(self, device: Device) -> str:
-        return _REPRODUCE.format(floats=self.floats)
+        return _REPRODUCE.format(floats=self._hint)
 
     @classmethod
     def triton(cls) -> TritonBackend:
@@ -150,10 +161,16 @@ class OpenVINO(Engine):
         self.require_runnable(request.device)
         graph, source = session.read_graph(artifact.path), model_file.skeleton(artifact.path)
         session.restore_empty(graph, model_file.list_empty(source))
+        wide = model_file.list_float32(source) if self.floats != "f32" else []
+        if self.floats == "f16":
+            session.mark_float32(graph, [node for node, _ in wide])
         session.load_openvino().save_model(graph, out / _MODEL, compress_to_fp16=False)
-        compiled = session.compile_graph(graph, artifact.path.name, request.device, self.floats)
+        saved = session.read_graph(out / _MODEL)
+        compiled = session.compile_graph(saved, artifact.path.name, request.device, self._hint)
         rounded, int8_products = profiler.find_rounded(source)
-        audit = profiler.audit(profiler.read_layers(compiled, rounded), int8_products)
+        layers = list(profiler.read_layers(compiled, rounded))
+        audit = profiler.audit(layers, int8_products)
+        notes = (*audit.notes, *self._describe_lowered(profiler.find_lowered(layers, wide)))
         fixed = session.has_only_a_batch(artifact.signature or model_file.signature(artifact.path))
         additions = {
             "options": session.find_workarounds(graph, fixed=fixed),
@@ -162,7 +179,21 @@ class OpenVINO(Engine):
         record = audit.model_copy(update=additions)
         (out / _AUDIT).write_text(record.model_dump_json(indent=1), encoding="utf-8")
         summary = ", ".join(f"{count} layers in {name}" for name, count in audit.layers.items())
-        return Effect(file=_MODEL, summary=summary, notes=audit.notes, signature=artifact.signature)
+        return Effect(file=_MODEL, summary=summary, notes=notes, signature=artifact.signature)
+
+    def _describe_lowered(self, lowered: Mapping[str, str]) -> Iterator[str]:
+        """Note products that the graph has in float32 and that run in less, by name with the reasons for float32.
+
+        Raises:
+            ModelError: somebody asked for float32.
+        """
+        asked = [name for name, reason in lowered.items() if reason == model_file.ASKED]
+        names = name_some(asked or [*lowered], _SHOWN)
+        what = f"OpenVINO computes {names} in {self.floats}, which the graph has in float32"
+        if asked:
+            raise ModelError(what, "keep other nodes, or use another engine or precision")
+        if lowered:
+            yield what
 
     def facts(self, artifact: Artifact) -> EngineFacts:
         audit = profiler.Audit.model_validate_json((artifact.folder / _AUDIT).read_bytes())
@@ -197,7 +228,7 @@ class OpenVINO(Engine):
 
         def compile_for(batch: int | None) -> Any:
             graph = session.read_graph(file) if batch is None else session.read_with_batch(file, signature, batch)
-            return session.compile_graph(graph, file.name, device, self.floats, **tuned, **more)
+            return session.compile_graph(graph, file.name, device, self._hint, **tuned, **more)
 
         able = session.has_only_a_batch(signature)
         return session.OpenVINOSession(session.Compiled(compile_for, self.fixed_batches if able else ()), signature)
@@ -211,7 +242,7 @@ class OpenVINO(Engine):
         with tempfile.TemporaryDirectory() as folder:
             path = Path(folder, _MODEL)
             openvino.save_model(openvino.Model([product], [side], "prime"), path, compress_to_fp16=False)
-            compiled = session.compile_graph(session.read_graph(path), path.name, device, self.floats)
+            compiled = session.compile_graph(session.read_graph(path), path.name, device, self._hint)
         compiled.create_infer_request().infer([np.ones((_PRIMING_SIDE, _PRIMING_SIDE), np.float32)])
 
 

@@ -113,6 +113,13 @@ def find_rounded(graph: "onnx.ModelProto") -> tuple[set[str], list[str]]:
     return {node.name for node in (*near, *(node for node in nodes if node.op_type in CONVERTERS))}, products
 
 
+def find_lowered(layers: Iterable[Layer], nodes: "Iterable[tuple[onnx.NodeProto, str]]") -> dict[str, str]:
+    """Find the products among nodes of float32 that run in a narrower float, by name, with the reason of each."""
+    low = [layer for layer in layers if layer.kind in _HEAVY and layer.precision in ("fp16", "bf16")]
+    products = ((node.name, reason) for node, reason in nodes if is_product(node))
+    return {name: reason for name, reason in products if any(layer.covers(name) for layer in low)}
+
+
 def audit(layers: Iterable[Layer], int8_products: Sequence[str]) -> Audit:
     """Compare the types that layers compute in with the products that a graph asks for in int8."""
     counted = [layer for layer in layers if layer.precision]

@@ -23,6 +23,7 @@ from enginesmith.pipeline.system.oom import out_of_memory, says_out_of_memory
 from enginesmith.pipeline.tensors import Array, Feeds, Signature
 
 if TYPE_CHECKING:
+    import onnx
     import openvino
 
 FloatType = Literal["f32", "f16", "bf16"]
@@ -140,6 +141,33 @@ def _list_bodies(node: Any) -> list["openvino.Model"]:
     if node.get_type_name() == "If":
         return [node.get_function(index) for index in range(2)]
     return [node.get_function()] if node.get_type_name() in _WITH_BODIES else []
+
+
+_FLOAT32_MARK = "precise_0"
+"""Attribute of nodes that are not computed in a lower type; it has an effect once it was written to a file and read."""
+
+
+def mark_float32(graph: "openvino.Model", nodes: Iterable["onnx.NodeProto"]) -> None:
+    """Mark what OpenVINO makes of these nodes of the ONNX graph: it computes in float32 whatever type is chosen.
+
+    OpenVINO 2026.4.1 else computes all of a graph in float16, also what the graph has in float32 between casts. In
+    bfloat16, it heeds the mark for convolutions, and not for products of matrices.
+    """
+    makers = (node for node in graph.get_ordered_ops() if node.get_type_name() != "Result")
+    made_by = {name: node for node in makers for value in node.outputs() for name in value.get_names()}
+    for source in nodes:
+        waiting = [made_by[name] for name in source.output if name in made_by]
+        values = [value for node in waiting for value in node.outputs()]
+        readers = [target.get_node() for value in values for target in value.get_target_inputs()]
+        waiting += [reader for reader in readers if reader.get_type_name() == "Result"]  # else answers are cast
+        seen = set[str]()
+        for node in waiting:
+            if node.get_name() not in seen:
+                seen.add(node.get_name())
+                node.get_rt_info()[_FLOAT32_MARK] = ""
+                before = (node.input_value(index) for index in range(node.get_input_size()))
+                # what has no name of the graph is a part of the same ONNX node: a convolution without its bias
+                waiting += [value.get_node() for value in before if not value.get_names()]
 
 
 def compile_graph(graph: "openvino.Model", name: str, device: Device, hint: FloatType, **more: Any) -> Any:

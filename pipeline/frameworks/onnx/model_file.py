@@ -34,6 +34,10 @@ if TYPE_CHECKING:
 
 MODULE_KEY = "enginesmith.module"
 """Metadata of a node: dotted path of the PyTorch module that it came from (``encoder.layer.0.attention``)."""
+FLOAT32_KEY = "enginesmith.float32"
+"""Metadata of a node that stays in float32 in a graph of few bits: the reason. Some engines would cast it."""
+ASKED = "was asked for"
+"""The reason of those that somebody named."""
 
 _SKELETON_BYTES = 1 << 10
 """Weights up to this size stay: they may be the shapes and scales that structure depends on."""
@@ -375,6 +379,12 @@ def tensors(model: "onnx.ModelProto") -> Iterator["onnx.TensorProto"]:
             if attribute.HasField("t"):
                 yield attribute.t
             yield from attribute.tensors
+
+
+def list_float32(model: "onnx.ModelProto") -> "list[tuple[onnx.NodeProto, str]]":
+    """List the nodes that are marked to stay in float32, each with the reason."""
+    entries = ((node, entry) for node in nodes(model) for entry in node.metadata_props)
+    return [(node, entry.value) for node, entry in entries if entry.key == FLOAT32_KEY]
 
 
 def list_empty(model: "onnx.ModelProto") -> set[str]:

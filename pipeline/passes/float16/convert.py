@@ -16,6 +16,7 @@ import numpy as np
 from enginesmith.pipeline.errors import InvalidGraph, UsageError
 from enginesmith.pipeline.frameworks.onnx import edit, ir
 from enginesmith.pipeline.frameworks.onnx.edit import Names, add_constant
+from enginesmith.pipeline.frameworks.onnx.model_file import FLOAT32_KEY
 from enginesmith.pipeline.passes.float16.bounds import MASKS
 from enginesmith.pipeline.passes.float16.rules import (
     DEQUANTIZE,
@@ -80,6 +81,13 @@ def lower(
     retyper.run()
     names = tuple(node.name or "" for node in order if node.graph is not None)
     return Lowered(dtype, names, reasons, tuple(retyper.casts), remedy)
+
+
+def mark_kept(model: "ir.Model", lowered: Lowered) -> None:
+    """Mark the nodes that stayed in float32, for engines that else choose types by themselves."""
+    for node in model.graph:
+        if reason := lowered.kept.get(node.name or ""):
+            node.metadata_props[FLOAT32_KEY] = reason
 
 
 def is_lowerable(model: "ir.Model") -> bool:

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from enginesmith.pipeline.frameworks.onnx import edit, ir
+from enginesmith.pipeline.frameworks.onnx.model_file import ASKED
 from enginesmith.pipeline.passes.float16.bounds import LARGEST, LIMITS, SPARED, find_islands
 
 if TYPE_CHECKING:
@@ -218,7 +219,7 @@ def judge(graph: "ir.Graph", opset: int, dtype: str, keep: Collection[str], larg
     for node in graph:
         slots = find_slots(node, opset, dtype)
         if edit.has_body(node) or any(is_float(value) for value in (*node.inputs, *node.outputs)):
-            reason = "was asked for" if node.name in keep else _explain_operator(node, slots, opset, dtype)
+            reason = ASKED if node.name in keep else _explain_operator(node, slots, opset, dtype)
             reason = reason or (ranges.explain(node, slots) if ranges else "") or islands.get(node, "")
             if reason:
                 result.kept[node] = reason

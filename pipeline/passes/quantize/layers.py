@@ -1,8 +1,10 @@
 """Find the operators of a float graph that can be computed in few bits, and prepare the graph for that."""
 
-from collections.abc import Callable, Collection, Mapping
+import difflib
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from fnmatch import fnmatchcase
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 from enginesmith.pipeline.errors import InvalidGraph, UsageError
 from enginesmith.pipeline.frameworks.onnx import edit, ir
@@ -102,6 +104,58 @@ def find_groups(model: "ir.Model") -> tuple[QuantizableOp, ...]:
         used_names.add(node.name)
     products = (node for node in model.graph if not node.domain)
     return tuple(_describe_group(node) for node in products if node.op_type in PRODUCTS or node.op_type in _WHOLE)
+
+
+class Named(Protocol):
+    """Has what ``--keep`` names it by."""
+
+    @property
+    def name(self) -> str:
+        """Return the node's name."""
+
+    @property
+    def module(self) -> str:
+        """Return the dotted path of the PyTorch module that it came from; empty where that is not known."""
+
+
+class FloatNode(NamedTuple):
+    """Any node that may read or make float32, whether or not it has a quantized form."""
+
+    name: str
+    module: str
+
+
+def list_float_nodes(model: "ir.Model") -> tuple[FloatNode, ...]:
+    """List the nodes of a graph that may compute in float32, in its order; not those of branches and loops."""
+    floats = (None, ir.DataType.FLOAT)
+    return tuple(
+        FloatNode(str(node.name), node.metadata_props.get(MODULE_KEY, ""))
+        for node in model.graph
+        if any(value is not None and value.dtype in floats for value in (*node.inputs, *node.outputs))
+    )
+
+
+def find_kept(
+    patterns: Sequence[str], named: Sequence[Named], what: str = "no group that can be quantized is called"
+) -> frozenset[str]:
+    """Find the names of all whose name or module fits one of the patterns.
+
+    Raises:
+        UsageError: a pattern fits none; it begins with ``what``.
+    """
+    found: set[str] = set()
+    for pattern in patterns:
+        names = ((each, name) for each in named for name in (each.name, each.module) if name)
+        matching = {each.name for each, name in names if fnmatchcase(name, pattern)}
+        if not matching:
+            known = [name for each in named for name in (each.module, each.name) if name]
+            near = difflib.get_close_matches(pattern, known, n=3, cutoff=0.3)
+            raise UsageError(
+                f"{what} {pattern!r}",
+                f"did you mean {', '.join(near)}?" if near else "`enginesmith inspect` lists them",
+            )
+        found |= matching
+    return frozenset(found)
 
 
 def get_input(node: "ir.Node", index: int) -> "ir.Value":

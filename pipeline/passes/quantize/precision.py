@@ -19,10 +19,10 @@ from enginesmith.pipeline.artifact import Artifact, Effect
 from enginesmith.pipeline.errors import ModelError, UsageError
 from enginesmith.pipeline.frameworks.onnx import edit, ir
 from enginesmith.pipeline.passes.base import PrecisionPass, PrecisionRequest, Progress, Records, Stage, by_reason
-from enginesmith.pipeline.passes.float16.convert import Lowered, lower
+from enginesmith.pipeline.passes.float16.convert import Lowered, lower, mark_kept
 from enginesmith.pipeline.passes.graph_pass import GraphPass
 from enginesmith.pipeline.passes.quantize import layers, qdq, weights
-from enginesmith.pipeline.passes.quantize.layers import Correct, QuantizableOp, Quantized
+from enginesmith.pipeline.passes.quantize.layers import Correct, QuantizableOp, Quantized, find_kept
 from enginesmith.pipeline.passes.quantize.precisions import KINDS
 from enginesmith.pipeline.passes.quantize.quantizers import correct_bias
 from enginesmith.pipeline.passes.quantize.writer import Writer
@@ -32,6 +32,7 @@ from enginesmith.pipeline.tensors import Array
 FILE = "assignment.json"
 """Beside the graph: what each group is computed in, and why."""
 _NAMES = 3
+_NO_NODE = "no node that computes in float32 is called"
 
 
 def read(folder: Path) -> list[dict[str, str]]:
@@ -103,6 +104,8 @@ class Precision(PrecisionPass, GraphPass):
     """Biases make up for the mean error of rounded weights; needs ranges with statistics by channel."""
     inputs_only: bool = False
     """Only inputs of products are rounded, and the rest is float32, so that each product's error can be measured."""
+    keep: tuple[str, ...] = ()
+    """Patterns of nodes and modules that stay in float32 in float16 and bfloat16; elsewhere an assignment says it."""
 
     @classmethod
     def requested(cls, options: Mapping[str, Any], request: PrecisionRequest) -> Iterable[Self]:
@@ -114,6 +117,7 @@ class Precision(PrecisionPass, GraphPass):
             "method": "mse" if quantization.ranges == "auto" else quantization.ranges,
             "weight_bits": quantization.weight_bits or request.weight_bits,
             "bias_correction": quantization.bias_correction,
+            "keep": () if KINDS[request.precision].searched else quantization.keep,
         }
         return (cls.model_validate(values),)
 
@@ -228,7 +232,10 @@ class Precision(PrecisionPass, GraphPass):
             return None
         known = ranges.tensors.items() if ranges else ()
         largest = {name: max(-span.minimum, span.maximum) if span.finite else math.inf for name, span in known}
-        lowered = lower(model, low, keep=chosen.floating, largest=largest)
+        kept = chosen.floating | find_kept(self.keep, layers.list_float_nodes(model), _NO_NODE)
+        lowered = lower(model, low, keep=kept, largest=largest)
+        if not self._low:
+            mark_kept(model, lowered)
         if not self._low and not lowered.nodes:
             shown = _count_reasons(lowered.kept.values()) or "none computes in floating point"
             raise ModelError(f"no node of this graph can be in {self.precision}: {shown}", lowered.remedy)
