@@ -10,7 +10,8 @@ from dataclasses import replace
 from typing import Any
 
 from enginesmith.pipeline.engines import BASELINES, baseline, engine_class
-from enginesmith.pipeline.engines.base import MAX, SWEPT, Engine, WorkspaceEngine
+from enginesmith.pipeline.engines.base import Engine
+from enginesmith.pipeline.engines.workspace import MAX, SWEPT, WorkspaceEngine
 from enginesmith.pipeline.errors import MissingCapability, UsageError
 from enginesmith.pipeline.frameworks.source import Source
 from enginesmith.pipeline.measure.latency.benchmark import LatencySettings

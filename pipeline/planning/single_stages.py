@@ -5,7 +5,8 @@ from dataclasses import replace
 from pathlib import Path
 
 from enginesmith.pipeline.engines import BASELINES, baseline, engine_class, read_file, simulation, with_files
-from enginesmith.pipeline.engines.base import PORTABLE, Engine
+from enginesmith.pipeline.engines.base import Engine
+from enginesmith.pipeline.engines.workspace import PORTABLE
 from enginesmith.pipeline.errors import UsageError
 from enginesmith.pipeline.frameworks.fidelity import THRESHOLDS
 from enginesmith.pipeline.frameworks.onnx import coverage

@@ -7,7 +7,8 @@ from typing import Any, ClassVar, Literal
 from pydantic import BaseModel, SerializeAsAny
 
 from enginesmith.pipeline.artifact import Artifact, Effect, Kind, file_digest
-from enginesmith.pipeline.engines.base import BuildRequest, Engine, EngineFacts, WorkspaceEngine
+from enginesmith.pipeline.engines.base import BuildRequest, Engine, EngineFacts
+from enginesmith.pipeline.engines.workspace import WorkspaceEngine
 from enginesmith.pipeline.errors import BuildError, UsageError, WrongEngine
 from enginesmith.pipeline.passes.base import Pass, Progress
 from enginesmith.pipeline.passes.run import run_pass

@@ -8,8 +8,9 @@ from typing import Any, ClassVar, NamedTuple
 from pydantic import BaseModel
 
 from enginesmith.pipeline.engines import DEFAULT_BUILD, engine_class
-from enginesmith.pipeline.engines.base import EngineFacts, WorkspaceEngine
+from enginesmith.pipeline.engines.base import EngineFacts
 from enginesmith.pipeline.engines.options import DEFAULT_ENGINES
+from enginesmith.pipeline.engines.workspace import WorkspaceEngine
 from enginesmith.pipeline.errors import LimitTooSmall, MissingCapability, ModelError, UsageError
 from enginesmith.pipeline.execution.settings import Settings
 from enginesmith.pipeline.frameworks.samples import batch_symbol

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from enginesmith.pipeline.artifact import file_digest, write_whole
-from enginesmith.pipeline.engines.base import PORTABLE, EngineFacts, MemoryFigures
+from enginesmith.pipeline.engines.base import EngineFacts, MemoryFigures
 from enginesmith.pipeline.engines.cuda_allocator import CudaAllocationTracker
 from enginesmith.pipeline.engines.tensorrt import parser
 from enginesmith.pipeline.engines.tensorrt.build_log import BuildLog, listening
@@ -26,6 +26,7 @@ from enginesmith.pipeline.engines.tensorrt.loader import allocator, ledger_of
 from enginesmith.pipeline.engines.tensorrt.options import BuildOptions
 from enginesmith.pipeline.engines.tensorrt.parser import NetworkTensor, node_name, plain, read_tensors
 from enginesmith.pipeline.engines.tensorrt.versions import Capabilities, FlavourName, module
+from enginesmith.pipeline.engines.workspace import PORTABLE
 from enginesmith.pipeline.errors import (
     BuilderFailed,
     BuildError,

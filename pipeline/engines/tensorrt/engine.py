@@ -10,17 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from enginesmith.pipeline.artifact import Artifact, Effect, Kind, file_digest
-from enginesmith.pipeline.engines.base import (
-    MAX,
-    PORTABLE,
-    SWEPT,
-    BuildRequest,
-    Configuration,
-    EngineFacts,
-    EngineFile,
-    PackageFacts,
-    WorkspaceEngine,
-)
+from enginesmith.pipeline.engines.base import BuildRequest, Configuration, EngineFacts, EngineFile, PackageFacts
 from enginesmith.pipeline.engines.profiling import Profiled, ProfileRequest
 from enginesmith.pipeline.engines.tensorrt import builder, layers, loader, manifest, parser, versions
 from enginesmith.pipeline.engines.tensorrt.builder import BuilderSettings, Profile, build, compute_capabilities
@@ -28,6 +18,7 @@ from enginesmith.pipeline.engines.tensorrt.manifest import EngineManifest
 from enginesmith.pipeline.engines.tensorrt.options import BuildOptions, RunOptions, SessionOptions, validate_options
 from enginesmith.pipeline.engines.tensorrt.versions import Capabilities, FlavourName
 from enginesmith.pipeline.engines.triton import Fields, Message, TritonBackend, quoted
+from enginesmith.pipeline.engines.workspace import MAX, PORTABLE, SWEPT, WorkspaceEngine
 from enginesmith.pipeline.errors import MissingCapability, UsageError
 from enginesmith.pipeline.frameworks.onnx import model_file
 from enginesmith.pipeline.passes.sparsify import check, sparsify
