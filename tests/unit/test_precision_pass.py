@@ -12,7 +12,7 @@ import pytest
 from enginesmith.calibration.ranges import METHODS, ChannelStatistics, Provenance, Ranges, TensorRange
 from enginesmith.pipeline.artifact import Artifact, Effect
 from enginesmith.pipeline.errors import DataError, InvalidGraph, ModelError, UsageError
-from enginesmith.pipeline.frameworks.onnx import model_file
+from enginesmith.pipeline.frameworks.onnx import coverage, model_file
 from enginesmith.pipeline.passes.float16.convert import lower
 from enginesmith.pipeline.passes.quantize.precision import Precision
 from enginesmith.pipeline.passes.quantize.search import Candidate, GroupFact
@@ -194,7 +194,7 @@ def test_named_nodes_and_modules_stay_in_float32(
     assert len(count_types(done)[low]) == 3 - len(kept)
     assert groups["MatMul_9"]["precision"] == ("fp32" if kept else precision)
     assert groups["MatMul_9"]["why"] == ("was asked for" if kept else "")
-    wide = {node.name: reason for node, reason in model_file.list_float32(done)}
+    wide = {node.name: reason for node, reason in coverage.list_float32(done)}
     assert [name for name, reason in wide.items() if reason == "was asked for"] == ["MatMul_9" if kept else "Gelu_8"]
     assert "GlobalAveragePool_2" in wide
     assert "Conv_0" not in wide
@@ -202,7 +202,7 @@ def test_named_nodes_and_modules_stay_in_float32(
 
 def test_what_has_no_product_stays_between_nodes_that_are_kept(artifact: Artifact, tmp_path: Path) -> None:
     _, done, _ = apply(Precision(precision="bf16", keep=("MatMul_[69]",)), artifact, tmp_path / "out")
-    assert {"MatMul_6", "Add_7", "Gelu_8", "MatMul_9"} <= {node.name for node, _ in model_file.list_float32(done)}
+    assert {"MatMul_6", "Add_7", "Gelu_8", "MatMul_9"} <= {node.name for node, _ in coverage.list_float32(done)}
 
 
 def test_names_that_fit_nothing_are_refused_and_similar_ones_named(artifact: Artifact, tmp_path: Path) -> None:

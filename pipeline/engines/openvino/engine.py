@@ -16,7 +16,7 @@ from enginesmith.pipeline.engines.profiling import Profiled, ProfileRequest
 from enginesmith.pipeline.engines.telemetry import import_without_telemetry
 from enginesmith.pipeline.engines.triton import Fields, Message, TritonBackend, quoted
 from enginesmith.pipeline.errors import ModelError, install_command
-from enginesmith.pipeline.frameworks.onnx import model_file
+from enginesmith.pipeline.frameworks.onnx import coverage, model_file
 from enginesmith.pipeline.passes.quantize.precisions import Placement, Quantizer
 from enginesmith.pipeline.system import cpu, software
 from enginesmith.pipeline.system.cpu import int8_weight_bits, vector_units
@@ -161,7 +161,7 @@ class OpenVINO(Engine):
         self.require_runnable(request.device)
         graph, source = session.read_graph(artifact.path), model_file.skeleton(artifact.path)
         session.restore_empty(graph, model_file.list_empty(source))
-        wide = model_file.list_float32(source) if self.floats != "f32" else []
+        wide = coverage.list_float32(source) if self.floats != "f32" else []
         if self.floats == "f16":
             session.mark_float32(graph, [node for node, _ in wide])
         session.load_openvino().save_model(graph, out / _MODEL, compress_to_fp16=False)

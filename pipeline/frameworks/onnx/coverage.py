@@ -201,6 +201,12 @@ def find_dequantized(nodes: "Iterable[onnx.NodeProto]") -> set[str]:
     return known
 
 
+def list_float32(model: "onnx.ModelProto") -> "list[tuple[onnx.NodeProto, str]]":
+    """List the nodes that are marked to stay in float32, each with the reason."""
+    entries = ((node, entry) for node in model_file.nodes(model) for entry in node.metadata_props)
+    return [(node, entry.value) for node, entry in entries if entry.key == model_file.FLOAT32_KEY]
+
+
 # Islands: how often a graph changes between low precision and the rest, which is what reformatting costs.
 
 _HALF = ("float16", "bfloat16")

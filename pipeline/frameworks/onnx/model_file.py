@@ -381,12 +381,6 @@ def tensors(model: "onnx.ModelProto") -> Iterator["onnx.TensorProto"]:
             yield from attribute.tensors
 
 
-def list_float32(model: "onnx.ModelProto") -> "list[tuple[onnx.NodeProto, str]]":
-    """List the nodes that are marked to stay in float32, each with the reason."""
-    entries = ((node, entry) for node in nodes(model) for entry in node.metadata_props)
-    return [(node, entry.value) for node, entry in entries if entry.key == FLOAT32_KEY]
-
-
 def list_empty(model: "onnx.ModelProto") -> set[str]:
     """Name the constants of one dimension that have no elements, of subgraphs, too."""
     stored = {tensor.name: tensor for graph in list_graphs(model) for tensor in graph.initializer}

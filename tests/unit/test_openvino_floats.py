@@ -1,0 +1,97 @@
+"""OpenVINO in half precision: what casts the graph, and what stays in float32."""
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx_ir as ir
+import pytest
+
+from enginesmith.pipeline.engines.openvino import session as sessions
+from enginesmith.pipeline.engines.openvino.engine import OpenVINO
+from enginesmith.pipeline.errors import ModelError
+from enginesmith.pipeline.passes.float16.convert import lower, mark_kept
+from enginesmith.pipeline.passes.quantize.precision import Precision
+from enginesmith.pipeline.planning.planner import plan
+from enginesmith.pipeline.planning.single_stages import precision_steps
+from enginesmith.pipeline.planning.variants import resolve_recipe
+from enginesmith.pipeline.recipe import make
+from enginesmith.pipeline.tasks.build import Transform
+from enginesmith.pipeline.tasks.verify import Verify
+from graphs import parse_graph, run_model
+from openvino_graphs import CPU, FEEDS, WEIGHTS, build
+
+if not (openvino := OpenVINO.available(CPU)).ok:
+    pytest.skip(f"{openvino.reason}; {openvino.remedy}", allow_module_level=True)
+
+
+def test_it_casts_to_bf16_by_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The graph stays in float32; only graphs that a user asks for are lowered."""
+    monkeypatch.setattr(sessions, "computes_in_bf16", lambda: True)
+    values: dict[str, Any] = {"model": "digits", "engines": ["openvino"], "precisions": ["bf16"]}
+    made = plan(resolve_recipe(make(values)))
+    (variant,) = made.variants
+    assert (variant.id, variant.engine.arithmetic, variant.lowering) == ("openvino-bf16", "bf16", None)
+    steps = {step.id: step for step in made.steps}
+    assert steps["build-openvino-bf16"].inputs["model"] == "simplify"
+    assert not {name for name in steps if name.startswith(("precision", "audit"))}
+    check = steps["verify-openvino-bf16"].task
+    assert isinstance(check, Verify)
+    assert check.precision == "bf16"
+
+    written, _ = precision_steps(resolve_recipe(make(values)))
+    assert "precision-bf16" in {step.id for step in written}
+
+    made = plan(resolve_recipe(make({**values, "quantization": {"keep": ["head"]}})))
+    steps = {step.id: step for step in made.steps}
+    assert steps["build-openvino-bf16"].inputs["model"] == "precision-bf16"
+    assert steps["build-openvino-bf16"].task.engine == made.variants[0].engine  # type: ignore[attr-defined]
+    assert made.variants[0].engine.typed  # type: ignore[attr-defined]
+    lowering = steps["precision-bf16"].task
+    assert isinstance(lowering, Transform)
+    assert lowering.step == Precision(precision="bf16", placement="inputs+read outputs", keep=("head",))
+
+
+KEPT = """net (float[n, 3, 16, 16] x) => (float[n, 8] y) {
+    c0 = Conv (x, w0)
+    r0 = Relu(c0)
+    c1 = Conv <pads = [1, 1, 1, 1]> (r0, w1, b1)
+    g = GlobalAveragePool(c1)
+    f = Flatten(g)
+    p = Gemm <transB = 1> (f, w4, b4)
+    y = MatMul(p, w5)
+}"""
+
+
+@pytest.mark.parametrize(("floats", "precision"), [("bf16", "bf16"), ("f16", "fp16")])
+def test_what_the_graph_has_in_float32_is_computed_in_it(
+    tmp_path: Path, floats: sessions.FloatType, precision: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A bias of thousands leaves few bits for the sum. Where float32 is lost, nothing is built."""
+    if {"f16": "FP16", "bf16": "BF16"}[floats] not in sessions.core().get_property("CPU", "OPTIMIZATION_CAPABILITIES"):
+        pytest.skip(f"this processor has no instructions for {precision}")
+    able, kept = OpenVINO(floats=floats).as_written(), ("c1", "p", "y")
+    more = {"b1": np.full(8, 3e3, np.float32), "w4": WEIGHTS["w1"][..., 0, 0], "b4": WEIGHTS["w1"][:, 0, 0, 0]}
+
+    def make_model() -> ir.Model:
+        return parse_graph(KEPT, 22, named=True, **{**WEIGHTS, **more, "w5": WEIGHTS["w1"][..., 1, 1]})
+
+    def measure_error(name: str, *keep: str) -> tuple[float, dict[str, int]]:
+        folder, model = tmp_path / name, make_model()
+        folder.mkdir()
+        mark_kept(model, lower(model, precision, keep=keep))
+        built, notes = build(model, folder, able)
+        assert not [note for note in notes if "float32" in note]
+        with able.load(built, CPU) as session:
+            error = np.abs(session.run(FEEDS)["y"] - run_model(make_model(), FEEDS)["y"]).max()
+        return float(error), OpenVINO().facts(built).layers
+
+    (low, _), (high, layers) = measure_error("low"), measure_error("high", *kept)
+    assert high < low / 8
+    assert layers[precision] > 0
+    loaded = OpenVINO.from_package(able.package_facts(tmp_path / "high" / "engine" / "model.xml", CPU).options)
+    assert loaded.floats == ("f16" if floats == "f16" else "f32")  # type: ignore[attr-defined]
+    monkeypatch.setattr(sessions, "mark_float32", lambda graph, nodes: None)
+    able = OpenVINO(floats=floats)
+    with pytest.raises(ModelError, match=f"computes c1, p, y in {floats}, which the graph has in float32"):
+        measure_error("lost", *kept)
