@@ -9,7 +9,7 @@ import math
 import tempfile
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, ClassVar, Self
+from typing import Any, ClassVar, NamedTuple, Self
 
 import numpy as np
 
@@ -20,6 +20,7 @@ from enginesmith.pipeline.frameworks.onnx.evaluator import compare_graphs
 from enginesmith.pipeline.passes.base import Pass, PrecisionRequest, Progress, Records, Stage
 from enginesmith.pipeline.passes.export.attention import absorb_heads
 from enginesmith.pipeline.passes.graph_pass import GraphPass
+from enginesmith.pipeline.passes.rescale.fold_factors import fold_factors
 from enginesmith.pipeline.tensors import Array
 from enginesmith.pipeline.units import AddedOption
 
@@ -56,11 +57,11 @@ def simplify_file(path: Path, out: Path, external_data_bytes: int, progress: Pro
             progress("rewriting the graph")
             model = edit.load(path)
             given = edit.node_count(model)
-            pooled = rewrite(model)
+            rewritten = rewrite(model)
             left = edit.node_count(model)
-            if left == given and not pooled:
+            if left == given and not any(rewritten):
                 return edit.pass_on(path, out, "there was nothing to simplify")
-            if left > given + pooled:
+            if left > given + rewritten.pooled:
                 raise ModelError(f"rewriting gave {left} nodes instead of {given}")
             edit.tidy(model)
             edit.save(model, Path(scratch), external_data_bytes)
@@ -74,7 +75,8 @@ def simplify_file(path: Path, out: Path, external_data_bytes: int, progress: Pro
             return edit.pass_on(path, out, f"passed on unchanged: {error}")
         for file in list(Path(scratch).iterdir()):
             file.rename(out / file.name)
-    summary = f"{given} → {left} nodes" + (f"; means written as pooling: {pooled}" if pooled else "")
+    counts = {"means written as pooling": rewritten.pooled, "factors folded into weights": rewritten.folded}
+    summary = "; ".join([f"{given} → {left} nodes", *(f"{what}: {count}" for what, count in counts.items() if count)])
     return Effect(file=edit.FILE, summary=summary, signature=model_file.signature(out / edit.FILE))
 
 
@@ -259,8 +261,17 @@ def require_exact_constants() -> None:
                     value._rel_tol = value._abs_tol = 0.0
 
 
-def rewrite(model: "ir.Model") -> int:
-    """Simplify a graph in place; return how many nodes were rewritten into as many or one more."""
+class Rewritten(NamedTuple):
+    """Numbers of rewrites that the number of nodes does not tell."""
+
+    pooled: int
+    """Means written as pooling, in as many nodes or one more."""
+    folded: int
+    """Multiplications folded into weights."""
+
+
+def rewrite(model: "ir.Model") -> Rewritten:
+    """Simplify a graph in place."""
     from onnx_ir.passes import common
     from onnxscript import optimizer, rewriter
 
@@ -285,6 +296,7 @@ def rewrite(model: "ir.Model") -> int:
         common.LiftSubgraphInitializersToMainGraphPass(),
     )(model)
     edit.merge_equal_constants(model)
+    folded = fold_factors(model)
     ir.passes.Sequential(
         common.CommonSubexpressionEliminationPass(),
         common.IdentityEliminationPass(),
@@ -297,7 +309,7 @@ def rewrite(model: "ir.Model") -> int:
     for value, (name, shape) in zip(model.graph.outputs, declared, strict=True):
         value.name, value.shape = name, shape  # inference may know more, callers rely on what was declared
     common.NameFixPass()(model)
-    return pooled
+    return Rewritten(pooled, folded)
 
 
 def _restore_given_outputs(model: "ir.Model", given: "Sequence[ir.Value | None]") -> None:

@@ -9,7 +9,7 @@ import onnx_ir as ir
 import pytest
 
 from enginesmith.pipeline.frameworks.onnx import edit
-from enginesmith.pipeline.passes.rescale import labels, products
+from enginesmith.pipeline.passes.rescale import axes, labels, products
 from graphs import Weights, node, normal, run_model, save_graph
 
 SIDE = 4
@@ -203,7 +203,7 @@ def test_factors_pass_what_fills_places_with_their_own(tmp_path: Path, between: 
 
 def test_two_shapes_are_divided_into_groups_of_the_same_size() -> None:
     def group(ours: list[Any], theirs: list[Any]) -> list[tuple[list[int], list[int]]]:
-        return [(list(one), list(other)) for one, other in labels.group_axes(ours, theirs)]
+        return [(list(one), list(other)) for one, other in axes.group_axes(ours, theirs)]
 
     assert group(["n", 6, "h"], ["n", 2, 3, "h"]) == [([0], [0]), ([1], [1, 2]), ([2], [3])]
     assert group(["n", 5, 12], ["m", 12]) == [([0, 1], [0]), ([2], [1])]

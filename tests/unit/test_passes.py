@@ -206,6 +206,31 @@ def test_a_weight_that_is_put_together_of_small_parts_is_folded(tmp_path: Path) 
     assert operators(simplified(path)[0]) == ["MatMul"]
 
 
+@pytest.mark.parametrize("limit", [0, LIMIT])
+def test_layer_scale_goes_into_the_weights_before_it(tmp_path: Path, limit: int) -> None:
+    nodes = [
+        helper.make_node("MatMul", ["x", "w"], ["h"]),
+        helper.make_node("Add", ["h", "b"], ["s"]),
+        helper.make_node("Mul", ["s", "g"], ["m"]),
+        helper.make_node("Add", ["x", "m"], ["y"]),
+    ]
+    random = np.random.default_rng(0)
+    weights = {name: random.standard_normal(shape, np.float32) for name, shape in (("w", (40, 40)), ("b", 40))}
+    weights["g"] = np.linspace(-1, 1, 40, dtype=np.float32)
+    path = saved(tmp_path, nodes, [tensor("x", ["b", 40])], [tensor("y", ["b", 40])], weights)
+    onnx.save(onnx.load(path), path, save_as_external_data=True, location="weights.bin", size_threshold=0)
+    (tmp_path / "out").mkdir()
+    effect = simplify_file(path, tmp_path / "out", limit, quiet)
+    model = onnx.load(tmp_path / "out" / edit.FILE)
+    assert operators(model) == ["MatMul", "Add", "Add"]
+    assert effect.summary == "4 → 3 nodes; factors folded into weights: 1"
+    np.testing.assert_allclose(
+        next(numpy_helper.to_array(one) for one in model.graph.initializer if one.name == "w"),
+        weights["w"] * weights["g"],
+        rtol=1e-6,
+    )
+
+
 def test_shared_weights_are_not_folded(tmp_path: Path) -> None:
     large = np.zeros((100, 100), np.float32)
     nodes = [
@@ -253,10 +278,10 @@ def test_subgraphs_survive(tmp_path: Path) -> None:
 
 
 def test_a_wrong_result_is_thrown_away(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def spoil(model: Any) -> int:
+    def spoil(model: Any) -> simplify.Rewritten:
         model.graph.node(0).op_type = "Neg"
         common.IdentityEliminationPass()(model)
-        return 0
+        return simplify.Rewritten(0, 0)
 
     monkeypatch.setattr(simplify, "rewrite", spoil)
     nodes = [helper.make_node("Relu", ["x"], ["r"]), helper.make_node("Identity", ["r"], ["y"])]

@@ -10,7 +10,8 @@ from typing import Any
 from enginesmith.pipeline.errors import ModelError
 from enginesmith.pipeline.frameworks.onnx import edit, evaluator, ir, model_file
 from enginesmith.pipeline.passes.quantize.layers import CONVOLUTIONS, PRODUCTS, SAME_NUMBERS
-from enginesmith.pipeline.passes.rescale.labels import find_axis, label
+from enginesmith.pipeline.passes.rescale.axes import find_axis
+from enginesmith.pipeline.passes.rescale.labels import label
 from enginesmith.pipeline.passes.rescale.products import find
 from enginesmith.pipeline.tensors import Array, Feeds
 

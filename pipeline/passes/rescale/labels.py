@@ -13,11 +13,11 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from enginesmith.pipeline.frameworks.onnx import edit, ir
+from enginesmith.pipeline.passes.rescale.axes import MOST, dims, find_axis, reshape_back, strip, transpose_back
 from enginesmith.pipeline.passes.rescale.products import Product, inputs_first
 from enginesmith.pipeline.tensors import Array
 
 _FIXED, _UNREAD = 0, -1
-_MOST = 1 << 22  # labels of one value
 
 Labels = Array
 """Whole numbers with the rank of a value, that broadcast to its shape."""
@@ -33,6 +33,8 @@ class ChannelLabels:
     """For each label, whether its channels cannot be scaled."""
     readers: list[tuple[Product, Labels]] = field(default_factory=list)
     writers: list[tuple[Product, Labels]] = field(default_factory=list)
+    passed: "dict[ir.Node, Array]" = field(default_factory=dict)
+    """For each writer, by what constants multiply its channels before these meet others of their label."""
     constants: "list[tuple[ir.Node, int, Labels]]" = field(default_factory=list)
     """Inputs of nodes that have to be scaled along: biases, scales of normalizations."""
     clips: "list[tuple[ir.Node, Labels]]" = field(default_factory=list)
@@ -59,27 +61,6 @@ class ChannelLabels:
                 edit.multiply(node, index, strip(1 / factors[labels]))
 
 
-def strip(array: Array) -> Array:
-    """Drop leading axes of size 1, but for the last axis."""
-    first = next((axis for axis, size in enumerate(array.shape[:-1]) if size > 1), array.ndim - 1)
-    return array.reshape(array.shape[first:])
-
-
-def find_axis(labels: Labels) -> int | None:
-    """Find the axis of channels; None where labels differ along none, or along more than one."""
-    axes = [axis for axis, size in enumerate(labels.shape) if size > 1]
-    return axes[0] if len(axes) == 1 else None
-
-
-def dims(value: "ir.Value | None") -> tuple[int | str | None, ...]:
-    """Return the dimensions of a value, as names where they are dynamic, None where they are not known.
-
-    Empty for a value without a shape.
-    """
-    shape = value.shape if value is not None else None
-    return tuple(dim if isinstance(dim, int) else dim.value for dim in shape) if shape is not None else ()
-
-
 def label(model: "ir.Model", products: Sequence[Product]) -> ChannelLabels:
     """Label the channels of all that products read."""
     return _Labeling(model.graph, products).label()
@@ -92,6 +73,8 @@ class _Labeling:
         self._found = ChannelLabels()
         self._labels: dict[ir.Value, Labels] = {}
         self._equal: list[tuple[Labels, Labels]] = []
+        self._passed = np.ones(0)
+        """Magnitudes of the constants on the way to a label, of those labels that one was passed on the way to."""
         self.scalable = _find_scalable(graph, self._products)
 
     def label(self) -> ChannelLabels:
@@ -135,6 +118,27 @@ class _Labeling:
         """Have a constant scaled along with channels."""
         self._found.constants.append((node, index, labels))
 
+    def pass_factor(self, labels: Labels, constant: Array) -> Labels:
+        """Return the labels before a multiplication by a constant, which stays; they are of their own until the end."""
+        numbers = np.abs(constant, dtype=np.float64)
+        factors = numbers.reshape((1,) * (labels.ndim - numbers.ndim) + numbers.shape)
+        if factors.size > 1 and find_axis(factors) is None:
+            return labels
+        given, factors = np.broadcast_arrays(labels, factors)
+        first = self._found.count
+        own = np.arange(first, first + given.size).reshape(given.shape)
+        behind = self._find_passed(given) * factors
+        self._passed = np.append(self._find_passed(np.arange(first)), behind)
+        self._found.count += given.size
+        self.equate(own, given)
+        return np.where(given == _UNREAD, given, own)
+
+    def _find_passed(self, labels: Labels) -> Array:
+        """Find the product of the magnitudes of all constants on the way to each of these labels; 1 without any."""
+        every = np.ones(self._found.count + 1)  # the last is where -1 points to
+        every[: len(self._passed)] = self._passed
+        return every[labels]
+
     def pass_clip(self, node: "ir.Node", labels: Labels) -> None:
         """Note a Clip that channels pass."""
         self._found.clips.append((node, labels))
@@ -145,7 +149,9 @@ class _Labeling:
         axis = product.axis % max(written.ndim, 1)
         written = self.tie(written, (other for other in range(written.ndim) if other != axis)).reshape(-1)
         if written.size in (1, product.outputs):
-            self._found.writers.append((product, np.broadcast_to(written, product.outputs)))
+            every = np.broadcast_to(written, product.outputs)
+            self._found.writers.append((product, every))
+            self._found.passed[product.node] = self._find_passed(every)
         if written.size not in (1, product.outputs) or not product.private:
             self._fix(written)
         read = np.arange(self._found.count, self._found.count + product.inputs)
@@ -191,7 +197,7 @@ class _Labeling:
             self._labels[value] = given
             return
         shape = np.broadcast_shapes(known.shape, given.shape)
-        if math.prod(shape) > _MOST:
+        if math.prod(shape) > MOST:
             self._fix(known)
             self._fix(given)
             return
@@ -227,6 +233,7 @@ class _Labeling:
             fixed=smallest == _FIXED,
             readers=[(product, settled[labels]) for product, labels in channel_labels.readers],
             writers=[(product, settled[labels]) for product, labels in channel_labels.writers],
+            passed=channel_labels.passed,
             constants=[(node, index, settled[labels]) for node, index, labels in channel_labels.constants],
             clips=[(node, settled[labels]) for node, labels in channel_labels.clips],
             sources=[(value, settled[labels]) for value, labels in channel_labels.sources],
@@ -371,7 +378,8 @@ def _move_through_mul(labeling: _Labeling, node: "ir.Node") -> _Moved:
     if factor is not None:
         other = node.inputs[1 - factor]
         if _is_only_for(other, labeling.scalable) and len(dims(other)) == labels.ndim:
-            return {1 - factor: labels}
+            constant = edit.read(node.inputs[factor])
+            return {1 - factor: labels if constant is None else labeling.pass_factor(labels, constant)}
         labeling.take_constant(node, factor, labels)
         return {}
     first, other = node.inputs
@@ -427,63 +435,12 @@ def _move_through_mean(labeling: _Labeling, node: "ir.Node") -> _Moved:
 
 
 def _move_through_reshape(labeling: _Labeling, node: "ir.Node") -> _Moved:
-    """Divide the axes on both sides into groups of the same size; those without channels need not be known."""
-    labels = labeling.get(node.outputs[0])
-    ours, theirs = dims(node.outputs[0]), dims(node.inputs[0])
-    if not theirs:
-        return None
-    shape = [1] * len(theirs)
-    real_axes = [[axis for axis, size in enumerate(sizes) if size != 1] for sizes in (ours, theirs)]
-    groups = group_axes([ours[axis] for axis in real_axes[0]], [theirs[axis] for axis in real_axes[1]])
-    labels = labels.reshape([labels.shape[axis] for axis in real_axes[0]])
-    inner: list[int] = []
-    for mine, other in groups:
-        part = [labels.shape[axis] for axis in mine]
-        if all(size == 1 for size in part):
-            inner += [1] * len(other)
-            continue
-        sizes = [size for axis in mine if isinstance(size := ours[real_axes[0][axis]], int)]
-        targets = [size for axis in other if isinstance(size := theirs[real_axes[1][axis]], int)]
-        known = len(sizes) == len(mine) and len(targets) == len(other)
-        if not known or math.prod(sizes) != math.prod(targets):
-            return None
-        whole = list(labels.shape)
-        whole[mine[0] : mine[-1] + 1] = sizes
-        if math.prod(whole) > _MOST:
-            return None
-        labels = np.broadcast_to(labels, whole)
-        inner += targets
-    labels = labels.reshape(inner)
-    for axis, size in zip(real_axes[1], labels.shape, strict=True):
-        shape[axis] = size
-    return {0: labels.reshape(shape)}
-
-
-def group_axes(ours: Sequence[int | str | None], theirs: Sequence[int | str | None]) -> list[tuple[range, range]]:
-    """Divide two shapes into groups of axes with the same size, from the last axis on; the first may be of any size."""
-    groups: list[tuple[range, range]] = []
-    ends = [len(ours), len(theirs)]
-    starts = list(ends)
-    while all(starts):
-        starts = [start - 1 for start in starts]
-        our_size, their_size = ours[starts[0]], theirs[starts[1]]
-        while isinstance(our_size, int) and isinstance(their_size, int) and our_size != their_size:
-            side = 0 if our_size < their_size else 1
-            starts[side] -= 1
-            size = (ours, theirs)[side][starts[side]] if starts[side] >= 0 else None
-            grown = size * (our_size, their_size)[side] if isinstance(size, int) else None
-            our_size, their_size = (grown, their_size) if side == 0 else (our_size, grown)
-        if our_size is None or our_size != their_size:
-            break
-        groups.insert(0, (range(starts[0], ends[0]), range(starts[1], ends[1])))
-        ends = list(starts)
-    return [(range(ends[0]), range(ends[1])), *groups] if any(ends) else groups
+    moved = reshape_back(labeling.get(node.outputs[0]), node)
+    return None if moved is None else {0: moved}
 
 
 def _move_through_transpose(labeling: _Labeling, node: "ir.Node") -> _Moved:
-    labels = labeling.get(node.outputs[0])
-    order = [edit.find_transposed_axis(node, axis) % labels.ndim for axis in range(labels.ndim)]
-    return {0: labels.transpose(np.argsort(order))}
+    return {0: transpose_back(labeling.get(node.outputs[0]), node)}
 
 
 def _move_through_concat(labeling: _Labeling, node: "ir.Node") -> _Moved:
@@ -544,7 +501,7 @@ def _pick(labeling: _Labeling, node: "ir.Node", taken: Mapping[int, Array], drop
         size = dims(node.inputs[0])[axis]
         shape = list(labels.shape)
         shape[axis] = size if isinstance(size, int) else 1
-        if math.prod(shape) > _MOST:
+        if math.prod(shape) > MOST:
             return None
         whole = np.full(shape, _UNREAD)
         np.maximum.at(whole.swapaxes(0, axis), indices.reshape(-1), labels.swapaxes(0, axis))
