@@ -20,7 +20,7 @@ from enginesmith.pipeline.passes.rescale.equalize import (
     equalize_cross_layer,
 )
 from enginesmith.pipeline.passes.run import run_pass
-from graphs import Weights, artifact, difference, measure_ranges, node, normal, operators, save_graph, sqnr_db
+from graphs import Weights, artifact, difference, evaluate, measure_ranges, node, normal, operators, save_graph, sqnr_db
 
 SIDE, WIDTH = 8, 6
 
@@ -113,6 +113,27 @@ def test_ranges_agree_in_both_weights_of_a_pair(tmp_path: Path) -> None:
     inner = second.max(axis=(1, 2))
     np.testing.assert_allclose(first.max(axis=(1, 2)), inner, rtol=1e-2)
     np.testing.assert_allclose(third.max(axis=(0, 2)), inner, rtol=1e-2)
+
+
+def test_a_constant_behind_a_writer_counts_as_written(tmp_path: Path) -> None:
+    """Layer scale on one of the branches that a stream adds up: its weight is large, what it adds is not."""
+    s, q = scales(WIDTH), scales(WIDTH, 4.0)[::-1]
+    weights = {
+        "w1": normal(3, WIDTH) * s,
+        "w2": normal(3, WIDTH, seed=1) / q,
+        "g": np.array(-s * q),
+        "one": np.float32(-0.5),
+        "w3": normal(WIDTH, 4, seed=2) / s[:, None],
+    }
+    nodes = [node("MatMul", "x w1", "a"), node("MatMul", "x w2", "b"), node("Mul", "b g", "c")]
+    nodes += [node("Mul", "one c", "d"), node("Add", "a d", "e"), node("MatMul", "e w3", "y")]
+    before = save_graph(tmp_path, nodes, weights, x=("n", 3))
+    after, done = written(before)
+    x = normal(8, 3, seed=7)
+    assert difference(before, after, x) < 1e-5
+    sums = np.abs(evaluate(after, x, "e")["e"]).max(axis=0)
+    assert sums.max() / sums.min() < 8
+    assert (done.ratio_before > 500, done.ratio_after < 8) == (True, True)
 
 
 def chain(word: str) -> tuple[list[onnx.NodeProto], Weights, tuple[Any, ...]]:

@@ -179,6 +179,8 @@ class _Part:
     product: Product
     channels: Array
     places: Array
+    passed: Array | float = 1.0
+    """By what constants multiply these channels behind the product, as layer scale does."""
 
 
 @dataclass(frozen=True)
@@ -193,20 +195,24 @@ class _ChannelSet:
     @classmethod
     def find(cls, channel_labels: ChannelLabels, labels: Array) -> Self:
         """Find the products of these labels."""
-        sides: list[list[_Part]] = []
-        for products_ in (channel_labels.writers, channel_labels.readers):
-            sides.append([])
+        writers, readers = list[_Part](), list[_Part]()
+        for parts, products_ in ((writers, channel_labels.writers), (readers, channel_labels.readers)):
             for product, theirs in products_:
                 channels = np.flatnonzero(np.isin(theirs, labels))
+                passed = channel_labels.passed[product.node][channels] if parts is writers else 1.0
                 if channels.size:
-                    sides[-1].append(_Part(product, channels, np.searchsorted(labels, theirs[channels])))
-        return cls(labels, *sides)
+                    parts.append(_Part(product, channels, np.searchsorted(labels, theirs[channels]), passed))
+        return cls(labels, writers, readers)
 
     def measure_sides(self, magnitudes: "Mapping[ir.Node, Array]") -> tuple[Array, Array]:
-        """Compute the largest magnitude of each channel in the weights that write it, and in those that read it."""
+        """Compute the largest magnitude of each channel in the weights that write it, and in those that read it.
+
+        What constants multiply on the way counts as written: two writers of a stream may have other constants.
+        """
         written, read = np.zeros((2, len(self.labels)))
         for part in self.writers:
-            np.maximum.at(written, part.places, magnitudes[part.product.node].max(axis=1)[part.channels])
+            largest = magnitudes[part.product.node].max(axis=1)[part.channels]
+            np.maximum.at(written, part.places, largest * part.passed)
         for part in self.readers:
             largest = _by_input(part.product, magnitudes[part.product.node])
             np.maximum.at(read, part.places, largest[part.channels])
