@@ -8,7 +8,7 @@ from enginesmith.calibration.histogram import PERCENTILE, Extent, Histogram, ama
 from enginesmith.calibration.ranges import ChannelStatistics, TensorRange
 from enginesmith.pipeline.tensors import Array
 
-_STATISTICS = ("amax", "mean", "mean_absolute", "mean_square")
+_STATISTICS = ("amax", "middle", "mean", "mean_absolute", "mean_square")
 
 
 class ChannelSums:
@@ -19,7 +19,8 @@ class ChannelSums:
         self.axis = axis
         """Channel axis, counted from the first once there are values."""
         self._elements = 0
-        self._largest = np.zeros(1, np.float32)
+        self._smallest = np.full(1, np.inf, np.float32)
+        self._largest = np.full(1, -np.inf, np.float32)
         self._sums = np.zeros((3, 1), np.float64)
 
     def add(self, values: Array) -> None:
@@ -31,7 +32,8 @@ class ChannelSums:
     def _add(self, sample: Array, axis: int) -> None:
         others = tuple(dim for dim in range(sample.ndim) if dim != axis)
         magnitude = np.abs(sample)
-        self._largest = np.maximum(self._largest, magnitude.max(axis=others, initial=0))
+        self._smallest = np.minimum(self._smallest, sample.min(axis=others, initial=np.inf))
+        self._largest = np.maximum(self._largest, sample.max(axis=others, initial=-np.inf))
         sums = (
             sample.sum(axis=others, dtype=np.float64),
             magnitude.sum(axis=others, dtype=np.float64),
@@ -41,9 +43,15 @@ class ChannelSums:
         self._elements += sample.size // sample.shape[axis]
 
     def statistics(self) -> dict[str, Array]:
-        """Return the largest magnitude and the means of x, of its magnitude and of its square: float64[channels]."""
+        """Return the largest magnitude, the middle and the means of x, of its magnitude and of its square.
+
+        Each is float64[channels].
+        """
         means = self._sums / max(self._elements, 1)
-        return dict(zip(_STATISTICS, (self._largest.astype(np.float64), *means), strict=True))
+        ends = (self._smallest, self._largest) if self._elements else np.zeros((2, self._sums.shape[1]))
+        smallest, largest = (each.astype(np.float64) for each in ends)
+        extremes = (np.maximum(-smallest, largest), (smallest + largest) / 2)
+        return dict(zip(_STATISTICS, (*extremes, *means), strict=True))
 
 
 class Collector:

@@ -44,6 +44,8 @@ class ChannelStatistics(BaseModel, frozen=True, extra="forbid"):
 
     axis: int
     amax: tuple[float, ...]
+    middle: tuple[float, ...]
+    """Half of the sum of the smallest and the largest number: none is further from it than ``amax`` less its size."""
     mean: tuple[float, ...]
     mean_absolute: tuple[float, ...]
     mean_square: tuple[float, ...]

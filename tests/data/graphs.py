@@ -128,6 +128,7 @@ def channel_statistics(value: Any, axis: int) -> ChannelStatistics:
     size = np.abs(value)
     numbers = {
         "amax": size.max(0),
+        "middle": (value.min(0) + value.max(0)) / 2,
         "mean": value.mean(0),
         "mean_absolute": size.mean(0),
         "mean_square": (value**2).mean(0),

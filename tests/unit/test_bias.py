@@ -171,7 +171,7 @@ def test_statistics_of_another_axis_are_not_taken(shaped: bool) -> None:
     provenance, found = Provenance(data="random", digest="", rows=(), seed=0, batch=1), {}
     for axis in (1, 2):
         sums = (1.0,) * CHANNELS
-        known = ChannelStatistics(axis=axis, amax=sums, mean=sums, mean_absolute=sums, mean_square=sums)
+        known = ChannelStatistics(axis=axis, amax=sums, middle=sums, mean=sums, mean_absolute=sums, mean_square=sums)
         ranges = Ranges(model_sha256="", provenance=provenance, tensors={}, channels={"x": known})
         found[axis] = [each.op_type for each in model.graph if find_channel_statistics(each, ranges) is known]
     assert found == {1: ["Conv"], 2: ["MatMul"]}

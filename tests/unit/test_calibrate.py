@@ -422,6 +422,8 @@ def test_channel_statistics_are_those_of_the_raw_values() -> None:
         one = found.channels[name]
         assert one.axis == axis
         assert list(one.amax) == pytest.approx(np.abs(exact).max((0, 2, 3)).tolist(), rel=ROUNDED)
+        middle = (exact.min((0, 2, 3)) + exact.max((0, 2, 3))) / 2
+        assert list(one.middle) == pytest.approx(middle.tolist(), rel=ROUNDED)
         assert list(one.mean) == pytest.approx(exact.mean((0, 2, 3)).tolist(), rel=ROUNDED)
         assert list(one.mean_absolute) == pytest.approx(np.abs(exact).mean((0, 2, 3)).tolist(), rel=ROUNDED)
         assert list(one.mean_square) == pytest.approx((exact**2).mean((0, 2, 3)).tolist(), rel=ROUNDED)

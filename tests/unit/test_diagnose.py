@@ -18,12 +18,20 @@ from runs import RECOVERY, small, variant
 GRAPH = "net (float[N,8] x) => (float[N,4] y) <float[8,4] w> { y = MatMul(x, w) }"
 
 
-def cause(amax: Any, weight: Any = None, rms: float = 0.3, largest: float = 1.0, shift: float = 0.0) -> tuple[str, str]:
+def cause(
+    amax: Any,
+    weight: Any = None,
+    rms: float = 0.3,
+    largest: float = 1.0,
+    shift: float = 0.0,
+    middle: tuple[float, ...] = (0.0,) * 8,
+    seen: int = 8 * 16,
+) -> tuple[str, str]:
     sizes = tuple(float(size) for size in amax)
     statistics = ChannelStatistics(
-        axis=1, amax=sizes, mean=(0.0,) * 8, mean_absolute=(rms,) * 8, mean_square=(rms**2,) * 8
+        axis=1, amax=sizes, middle=middle, mean=(0.0,) * 8, mean_absolute=(rms,) * 8, mean_square=(rms**2,) * 8
     )
-    tensor = TensorRange(minimum=-largest, maximum=largest, count=100, amax={"mse": largest})
+    tensor = TensorRange(minimum=-largest, maximum=largest, count=seen, amax={"mse": largest})
     origin = Provenance(data="d", digest="", rows=(), seed=0, batch=1)
     known = Ranges(model_sha256="", provenance=origin, tensors={"x": tensor}, channels={"x": statistics})
     model = parse_graph(GRAPH, w=normal(8, 4) if weight is None else weight)
@@ -44,6 +52,17 @@ def test_large_weights_of_single_inputs_are_named() -> None:
     name, sentence = cause([1.0] * 8, weight)
     assert name == "uneven weights"
     assert sentence.startswith("weights of 1 input channels are up to 64 times as large")
+
+
+def test_constant_offsets_are_named_before_what_they_do() -> None:
+    middle = (-148.0, 120.0, 3.0, 0.0, 99.0, -2.0, 60.0, -4.0)
+    amax = [abs(each) + 5 for each in middle]
+    words = "constant offsets of up to 148 in 4 of 8 channels of its input, which vary by ±5"
+    assert cause(amax, middle=middle, shift=0.9) == ("constant offsets", words)
+    wider = [abs(each) + 60 for each in middle]  # what varies has levels enough
+    assert cause(wider, middle=middle, shift=0.9)[0] == "shifted means"
+    assert cause(amax, middle=middle, shift=0.9, seen=100)[0] == "shifted means"  # too few numbers to tell what varies
+    assert cause([abs(each) for each in middle], middle=middle, shift=0.9)[0] == "shifted means"
 
 
 def test_single_peaks_are_named() -> None:

@@ -90,6 +90,7 @@ def prepare(folder: Path, net: str = NET) -> dict[str, Artifact]:
         name: ChannelStatistics(
             axis=-1,
             mean=value.mean(axis=0).tolist(),
+            middle=((value.min(axis=0) + value.max(axis=0)) / 2).tolist(),
             amax=np.abs(value).max(axis=0).tolist(),
             mean_square=np.square(value).mean(axis=0).tolist(),
             mean_absolute=np.abs(value).mean(axis=0).tolist(),

@@ -59,7 +59,7 @@ def ranges(folder: Path, digest: str = "this", *, channels: bool = True, **given
         )
     means = {
         name: ChannelStatistics(
-            axis=1, **dict.fromkeys(("amax", "mean", "mean_absolute", "mean_square"), (1.0,) * count)
+            axis=1, **dict.fromkeys(("amax", "middle", "mean", "mean_absolute", "mean_square"), (1.0,) * count)
         )
         for name, count in (("x", 4), ("h", 64), ("g", 32))
     }

@@ -175,7 +175,7 @@ def test_an_old_graph_is_converted_for_int4() -> None:
 def test_ranges_weigh_the_inputs() -> None:
     importance = tuple(100.0 if index % 128 < 8 else 0.01 for index in range(256))
     known = ChannelStatistics(
-        axis=-1, amax=importance, mean=importance, mean_absolute=importance, mean_square=importance
+        axis=-1, amax=importance, middle=importance, mean=importance, mean_absolute=importance, mean_square=importance
     )
     nowhere = Provenance(data="", digest="", rows=(), seed=0, batch=1)
     x = (RNG.standard_normal((64, 256)) * np.sqrt(importance)).astype(np.float32)

@@ -10,7 +10,7 @@ from types import MappingProxyType
 
 import numpy as np
 
-from enginesmith.calibration.ranges import Ranges
+from enginesmith.calibration.ranges import ChannelStatistics, Ranges
 from enginesmith.pipeline.frameworks.onnx import edit, ir
 from enginesmith.pipeline.passes.quantize import layers
 from enginesmith.pipeline.passes.quantize.layers import CONVOLUTIONS, PRODUCTS, QuantizableOp
@@ -282,6 +282,10 @@ _UNLIKE = 8.0
 """Times the middle channel from which on one is an outlier: it takes three bits from the others."""
 _LARGE = 4.0
 """Times the middle channel from which on channels are counted as large, where one is an outlier."""
+_OFFSET = 4.0
+"""Times what any channel varies by from which on offsets of channels take the levels: two bits."""
+_SEEN = 16
+"""Numbers of each channel from which on it is known what varies."""
 _SHIFTED = 0.5
 """Share of an error that is its mean from which on biases can make up for most of it."""
 _PEAK = 40.0
@@ -297,6 +301,8 @@ def explain_loss(node: "ir.Node", ranges: Ranges, shift: float) -> tuple[Cause, 
     name = str(value.name) if value is not None else ""
     known = ranges.tensors.get(name)
     channels = layers.find_channel_statistics(node, ranges) if value is not None else None
+    if channels is not None and known is not None and (words := _describe_offsets(channels, known.count)):
+        return "constant offsets", words
     if channels is not None and (outliers := _describe_outliers(np.asarray(channels.amax))):
         count, largest, middle = outliers
         share = f"{count} of {len(channels.amax)} channels"
@@ -319,6 +325,21 @@ def explain_loss(node: "ir.Node", ranges: Ranges, shift: float) -> tuple[Cause, 
             words = f"single activations to {_write(largest)}, {largest / rms:.0f} times their root mean square"
             return "single peaks", words
     return "no outliers", "no channel stands out: 8 bits are few for what it computes"
+
+
+def _describe_offsets(channels: ChannelStatistics, count: int) -> str:
+    """Describe constants that are added to channels; empty where none leaves few levels for what varies.
+
+    ``count`` is how many numbers were seen in all channels together.
+    """
+    offsets = np.abs(channels.middle)
+    varying = np.asarray(channels.amax) - offsets
+    vary = float(varying.max(initial=0))
+    if count < _SEEN * len(offsets) or vary <= 0 or max(channels.amax) < _OFFSET * vary:
+        return ""
+    far = offsets > vary
+    reach = f"constant offsets of up to {_write(float(offsets.max()))} in {far.sum()} of {len(offsets)} channels"
+    return f"{reach} of its input, which vary by ±{_write(float(varying[far].max()))}"
 
 
 def _write(number: float) -> str:

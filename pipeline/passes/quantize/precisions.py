@@ -19,9 +19,18 @@ Form = Literal["given", "rescaled", "multiplied"]
 """The float graph that is quantized: as it is; with channels scaled against each other; and with multiplications added,
 where nothing else can scale them."""
 FORM_WORDS: Mapping[Form, str] = {"rescaled": "channels rescaled", "multiplied": "channels rescaled by multiplications"}
-Cause = Literal["uneven activations", "uneven weights", "shifted means", "single peaks", "no outliers", "unknown"]
-"""Cause for which a group loses much: channels of its activations or input channels of its weight differ much, most of
-its error is the same for all samples, single activations are large, or nothing of that."""
+Cause = Literal[
+    "constant offsets",
+    "uneven activations",
+    "uneven weights",
+    "shifted means",
+    "single peaks",
+    "no outliers",
+    "unknown",
+]
+"""Cause for which a group loses much: channels of its activations are far from zero and vary little; these, or input
+channels of its weight, differ much; most of its error is the same for all samples, single activations are large, or
+nothing of that."""
 WEAK_DB = 25.0
 """SQNR of a group, its inputs being exact, below which it loses much. In four networks that int8 suits, all groups have
 more than 33 dB; in four whose channels are uneven, one in ten has less than 13."""
