@@ -41,6 +41,7 @@ from enginesmith.pipeline.passes.export.attention import DecomposeAttention
 from enginesmith.pipeline.passes.float16.emulation import emulate
 from enginesmith.pipeline.passes.quantize.precision import Precision
 from enginesmith.pipeline.passes.rescale.equalize import CrossLayerEqualization
+from enginesmith.pipeline.passes.rescale.shift import ChannelShift
 from enginesmith.pipeline.passes.rescale.smooth_quant import Smooth
 from enginesmith.pipeline.passes.run import run_pass
 from enginesmith.pipeline.passes.simplify import Simplify
@@ -94,6 +95,7 @@ TRIALS: Mapping[str, Trial] = {
     "decompose-attention": Trial(DecomposeAttention(), "fp32"),
     "sparsify 2:4": Trial(Sparsify(), ""),
     "sparsify unstructured": Trial(Sparsify(pattern="unstructured", ratio=0.6), ""),
+    "shift": Trial(ChannelShift(), "fp32"),
     "equalize": Trial(CrossLayerEqualization(), "fp32"),
     "smooth": Trial(Smooth(), "fp32"),
     "smooth, multiplications": Trial(Smooth(insert=True), "fp32"),

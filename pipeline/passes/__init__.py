@@ -20,6 +20,7 @@ PASSES: Mapping[str, str] = {
     "decompose-attention": "enginesmith.pipeline.passes.export.attention:DecomposeAttention",
     "opset": "enginesmith.pipeline.passes.opset:ConvertOpset",
     "sparsify": "enginesmith.pipeline.passes.sparsify.sparsify:Sparsify",
+    "shift": "enginesmith.pipeline.passes.rescale.shift:ChannelShift",
     "equalize": "enginesmith.pipeline.passes.rescale.equalize:CrossLayerEqualization",
     "smooth": "enginesmith.pipeline.passes.rescale.smooth_quant:Smooth",
     "precision": "enginesmith.pipeline.passes.quantize.precision:Precision",

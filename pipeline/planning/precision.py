@@ -1,7 +1,7 @@
 """The part of a plan that leads from the float graph to one in another precision.
 
-graph ─ [opset] ─┬──────────── [calibrate ─ equalize] ─ [calibrate ─ smooth] ──┬─ precision-P ── verify
-                 └─ calibrate ─ sensitivity ─ search-1 ─ … ─ search-N ─ assign ─┘
+graph ─ [opset] ─┬─ [calibrate ─ shift] ─ [calibrate ─ equalize] ─ [calibrate ─ smooth] ─┬─ precision-P ── verify
+                 └──── calibrate ─ sensitivity ─ search-1 ─ … ─ search-N ─ assign ───────┘
 
 For a variant that is trained: … search-N ─ assign-everything ─ quantize ─ precision-P-qat ── verify
 """
@@ -262,11 +262,11 @@ def _rescale(recipe: Recipe, request: PrecisionRequest, ranking: Sensitivity) ->
     There are none where the recipe itself says how to rescale, or the data are made up.
     """
     given = recipe.quantization
-    by_hand = given.equalize or given.smooth is not None
+    by_hand = given.shift or given.equalize or given.smooth is not None
     if by_hand or recipe.calibration_data is None or not KINDS[request.precision].calibrated:
         return
     for form, kind, options in (
-        (RESCALED, "rescale", {"equalize": True, "smooth": "auto"}),
+        (RESCALED, "rescale", {"shift": True, "equalize": True, "smooth": "auto"}),
         (MULTIPLIED, "multiply", {"smooth": "auto", "smooth_insert": True}),
     ):
         new_recipe = recipe.model_copy(update={"quantization": given.model_copy(update=options)})

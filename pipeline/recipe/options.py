@@ -134,6 +134,9 @@ class QuantizationOptions(Part):
         description="apply SmoothQuant also where no operator can absorb its factors, which costs a multiplication",
     )
     awq: Annotated[bool, _QUANTIZING] = Field(False, description="scale weights by their activations before int4 (AWQ)")
+    shift: Annotated[bool, _QUANTIZING] = Field(
+        False, description="shift channels that are far from zero and vary little, where biases can take the offsets"
+    )
     equalize: Annotated[bool, _QUANTIZING] = Field(
         False, description="equalize the ranges of channels across layers, for depthwise networks"
     )

@@ -26,7 +26,7 @@ from enginesmith.pipeline.tensors import ShapeRange
 
 _READERS = {"inputs": "specs", "shapes": "ranges", "device": "named_device", "workspace": "workspace_limits"}
 """Field → the property of a recipe that reads its text."""
-_NOT_FOR_NNCF = ("ranges", "percentile", "placement", "smooth", "smooth_insert", "equalize", "bias_correction")
+_NOT_FOR_NNCF = ("ranges", "percentile", "placement", "smooth", "smooth_insert", "shift", "equalize", "bias_correction")
 """Options of quantization that NNCF's graphs do not depend on."""
 _JUDGED_BY = {
     "memory": ("budgets.max_memory_bytes",),

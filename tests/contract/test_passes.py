@@ -16,7 +16,11 @@ from enginesmith.pipeline.recipe import Recipe
 PIPELINE = Path(__file__).parents[2] / "pipeline"
 CLASSES = {entry.partition(":")[2] for entry in passes.PASSES.values()}
 RECIPE = Recipe.model_validate(
-    {"model": "digits", "sparsity": ("2:4",), "quantization": {"equalize": True, "smooth": "auto", "awq": True}}
+    {
+        "model": "digits",
+        "sparsity": ("2:4",),
+        "quantization": {"shift": True, "equalize": True, "smooth": "auto", "awq": True},
+    }
 )
 
 
@@ -79,7 +83,7 @@ def test_a_plan_goes_through_the_table(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(passes, "PASSES", {name: passes.PASSES[name] for name in passes.PASSES if name != "simplify"})
     assert [step.name for step in passes.graph_passes(RECIPE, "torch")] == ["export"]
     rescaling = passes.passes_for("rescale", RECIPE, request=PrecisionRequest("int8"))
-    assert [step.step_name for step in rescaling] == ["equalize", "smooth"]
+    assert [step.step_name for step in rescaling] == ["shift", "equalize", "smooth"]
     rescaling = passes.passes_for("rescale", RECIPE, request=PrecisionRequest("int4-weights"))
     assert [step.step_name for step in rescaling] == ["awq"]
 

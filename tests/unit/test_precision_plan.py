@@ -118,6 +118,7 @@ def test_variants_share_calibration_and_the_float_engine() -> None:
         ({"calibration": "digits"}, True),
         ({"model": "unet", "synthetic_calibration": True}, False),
         ({"calibration": "digits", "quantization": {"equalize": True}}, False),
+        ({"calibration": "digits", "quantization": {"shift": True}}, False),
         ({"calibration": "digits", "quantization": {"smooth": 0.5}}, False),
         ({"calibration": "digits", "precisions": ["int8-dynamic"]}, False),
     ],
@@ -237,6 +238,7 @@ def test_without_nncf_the_remedy_installs_it(monkeypatch: pytest.MonkeyPatch) ->
                 ("ranges", "entropy", "--ranges"),
                 ("smooth", 0.5, "--smooth"),
                 ("equalize", True, "--equalize"),
+                ("shift", True, "--shift"),
                 ("placement", "openvino", "--placement"),
             )
         ),
