@@ -56,6 +56,18 @@ def test_a_factor_behind_a_gemm_goes_into_its_own_bias() -> None:
     assert folded(text, normal(2, 3), **weights) == (["Gemm"], pytest.approx(0, abs=1e-6))
 
 
+def test_a_name_stays_with_its_numbers() -> None:
+    """Graphs before and behind a pass are compared by the names of their values."""
+    text = LINEAR.replace("y) <", "z) <") + "{ h = MatMul(x, w) s = Add(h, b) y = Mul(s, g) z = Relu(y) }"
+    models = [parse_graph(text, **WEIGHTS) for _ in range(2)]
+    edit.infer_shapes(models[1])
+    assert fold_factors(models[1]) == 1
+    before, after = (run_model(each, {"x": normal(2, 5, 3)}, optimized=False, every_value=True) for each in models)
+    assert before.keys() & after.keys() == {"y", "z"}
+    for name in "yz":
+        np.testing.assert_allclose(after[name], before[name], rtol=1e-5, atol=1e-6)
+
+
 @pytest.mark.parametrize("operator", ["Conv", "ConvTranspose"])
 @pytest.mark.parametrize("groups", [1, 2])
 def test_a_factor_behind_a_convolution_goes_into_each_group(operator: str, groups: int) -> None:

@@ -29,6 +29,8 @@ class _Target(NamedTuple):
     """Factors by channel of its output, float64[outputs]."""
     added: "list[tuple[ir.Node, int, Array]]"
     """Nodes, their input that is a constant, and its factors."""
+    values: "list[ir.Value]"
+    """Values that get the factors, the last first."""
 
 
 def fold_factors(model: "ir.Model") -> int:
@@ -38,7 +40,7 @@ def fold_factors(model: "ir.Model") -> int:
     that something else reads, too, stay, and so do those that would leave the range of float16.
     """
     every = {product.node: product for product in products.find(model)}
-    count = 0
+    count, names = 0, edit.Names(model.graph)
     for node in list(model.graph):
         index, factors = _read_factors(node)
         value = node.inputs[index] if factors is not None else None
@@ -49,10 +51,12 @@ def fold_factors(model: "ir.Model") -> int:
         for adder, place, theirs in target.added:
             edit.multiply(adder, place, theirs)
         result = node.outputs[0]
-        name = result.name if result.is_graph_output() else value.name
+        name = result.name
         result.replace_all_uses_with(value, replace_graph_outputs=True)
         model.graph.remove(node, safe=True)
-        value.name = name
+        value.name = name  # a name says which numbers these are, also to who compares graphs
+        for each in target.values[1:]:
+            each.name = names.new(f"{each.name}_scaled")
         count += 1
     return count
 
@@ -78,16 +82,18 @@ def _read_factors(node: "ir.Node") -> tuple[int, Array | None]:
 def _find_target(value: "ir.Value", factors: Array, every: "Mapping[ir.Node, Product]") -> _Target | None:
     """Follow a value back to the product that alone writes it; None where something else is on the way."""
     added: list[tuple[ir.Node, int, Array]] = []
+    values: list[ir.Value] = []
     while True:
         node, sizes = value.producer(), dims(value)
         alone = edit.find_only_reader(value)[0] is not None and len(sizes) == factors.ndim
         if node is None or not alone or not _is_as_wide(sizes, factors):
             return None
+        values.append(value)
         if node in every:
             product, axis = every[node], find_axis(factors)
             if not product.private or axis not in (None, product.axis % len(sizes)):
                 return None
-            return _Target(product, np.broadcast_to(factors.reshape(-1), product.outputs), added)
+            return _Target(product, np.broadcast_to(factors.reshape(-1), product.outputs), added, values)
         index, moved = _move_back(node, factors)
         if moved is None:
             return None
