@@ -78,6 +78,8 @@ def plan_race(
     by_id = {step.id: step for step in steps}
     original, device = variants[0], variants[0].device
     racing = [variant for variant in variants[1:] if device.kind in variant.engine.kinds and not variant.unavailable]
+    if not racing:  # nothing but eager was asked for, or nothing else runs here
+        return [*variants], [*steps]
     choices = {variant.id: step for variant in racing if (step := _choice_step(recipe, variant, judge))}
     known = device.kind == "cpu"  # what compiling gains was measured there
     slow = [

@@ -178,6 +178,12 @@ def test_a_race_drops_the_slower_ones_only_where_speed_decides(asked: dict[str, 
 # The plan.
 
 
+def test_eager_alone_is_measured_without_a_race() -> None:
+    made = planned(engines=["eager"], time_seconds=30)
+    assert "latency" in {step.id for step in made.steps}
+    assert not [step for step in made.steps if isinstance(step.task, Race)]
+
+
 def test_what_is_dropped_is_not_measured_in_full() -> None:
     made = planned(data="digits", budgets={"max_drop": 0.01}, time_seconds=100, engines=["onnxruntime", "compiled"])
     by_id = {step.id: step for step in made.steps}
