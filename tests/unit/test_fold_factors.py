@@ -68,6 +68,30 @@ def test_a_name_stays_with_its_numbers() -> None:
         np.testing.assert_allclose(after[name], before[name], rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.parametrize("size", [2, 1])
+def test_factors_along_two_axes_stay(size: int) -> None:
+    """Behind Flatten, each place of each channel has a factor; with one place, each channel has."""
+    text = (
+        f"(float[N,2,{size},{size}] x) => (float[N,K] y) <float[4,2,1,1] w, float[4] b, float[{4 * size**2}] g>"
+        "{ h = Conv(x, w, b) f = Flatten(h) y = Mul(f, g) }"
+    )
+    weights = {"w": normal(4, 2, 1, 1, seed=1), "b": normal(4, seed=2), "g": normal(4 * size**2, seed=3)}
+    operators, difference = folded(text, normal(2, 2, size, size), **weights)
+    assert operators == ["Conv", "Flatten", *(["Mul"] if size > 1 else [])]
+    assert difference < 1e-6
+
+
+def test_one_factor_is_folded_where_shapes_are_not_known() -> None:
+    """As behind the fused operators of a file that ONNX Runtime optimized."""
+    text = (
+        "(float[N,3] x) => (float[N,4] y) <float[3,4] w, float half = {0.5}>"
+        "{ h = MatMul(x, w) s = Mul(h, half) y = Relu(s) }"
+    )
+    model = parse_graph(text, w=WEIGHTS["w"])
+    assert fold_factors(model) == 1
+    np.testing.assert_allclose(edit.read(model.graph.initializers["w"]), WEIGHTS["w"] / 2)
+
+
 @pytest.mark.parametrize("operator", ["Conv", "ConvTranspose"])
 @pytest.mark.parametrize("groups", [1, 2])
 def test_a_factor_behind_a_convolution_goes_into_each_group(operator: str, groups: int) -> None:

@@ -90,8 +90,8 @@ def _find_target(value: "ir.Value", factors: Array, every: "Mapping[ir.Node, Pro
             return None
         values.append(value)
         if node in every:
-            product, axis = every[node], find_axis(factors)
-            if not product.private or axis not in (None, product.axis % len(sizes)):
+            product = every[node]
+            if not product.private or (factors.size > 1 and find_axis(factors) != product.axis % len(sizes)):
                 return None
             return _Target(product, np.broadcast_to(factors.reshape(-1), product.outputs), added, values)
         index, moved = _move_back(node, factors)
