@@ -93,7 +93,7 @@ def write_whole(file: Path, data: bytes) -> None:
 
 
 def sync(path: Path) -> None:
-    """Have a file, or all below a folder, on the disk: without power, it may be renamed before its bytes are there."""
+    """Write a file, or all below a folder, through to the disk: else, without power, a rename may outlast the bytes."""
     for file in [path] if path.is_file() else [path / name for name in files_below(path)]:
         with file.open("rb") as stream:
             os.fsync(stream.fileno())

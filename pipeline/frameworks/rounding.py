@@ -75,12 +75,12 @@ class UnstableNumbers:
         right = value[numbers].astype(np.float64)
         apart = changed[numbers] - right
         self._signal[name] = self._signal.get(name, 0.0) + float(right @ right)
-        self._noise[name] = self._noise.get(name, 0.0) + float(apart @ apart) / _MARGIN**2
+        self._noise[name] = self._noise.get(name, 0.0) + float(apart @ apart) / _EXPLAINED**2
         self.is_near_limit |= farthest > _ILL * _measure_span(value)
 
     @property
     def sqnr_db(self) -> dict[str, float]:
-        """Compute the SQNR that rounding in float32 alone leaves each output of floats, over all calls."""
+        """Compute the SQNR that errors which rounding in float32 may explain leave each output of floats."""
         signal, noise = self._signal, self._noise
         return {
             name: 10 * float(np.log10(signal[name] / noise[name])) for name in noise if noise[name] and signal[name]
@@ -102,9 +102,9 @@ class Draw(NamedTuple):
     bits: int
     """Bits of the operations' results that were right."""
     places: Array
-    """Where they are in the flat output."""
+    """Places of these numbers in the flat output."""
     values: Array
-    """What they were then."""
+    """Their values in that answer."""
 
 
 def find_unstable(

@@ -71,7 +71,7 @@ class Samples(BaseModel, frozen=True):
     rounding: dict[str, float] = {}
     """How far rounding in float32 may move each floating-point output of the baseline."""
     rounding_db: dict[str, float] = {}
-    """SQNR that rounding in float32 alone leaves each floating-point output of the baseline."""
+    """SQNR that errors which rounding in float32 may explain leave each floating-point output of the baseline."""
     choosing: tuple[str, ...] | None = None
     """Outputs whose rows the baseline chooses by values; None where it may be any."""
     assumed: tuple[str, ...] = ()

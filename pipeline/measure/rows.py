@@ -402,18 +402,7 @@ class StageFidelity(BaseModel, frozen=True):
     """Smallest share of rows with a partner of all outputs whose rows are chosen by values; they are sets of rows."""
     sets: tuple[str, ...] = ()
     """Outputs that are compared as sets of rows, whatever their order."""
-    rounding_db: float | None = None
-    """SQNR that rounding in float32 alone leaves the reference's answer, where outputs pass because of that: their
-    difference is beyond the threshold. None where they are within it, or fail."""
+    rounding_note: str = ""
+    """Says that rounding in float32 explains why an output passes whose difference is beyond the threshold."""
     passed: bool
     reason: str = ""
-
-    @property
-    def rounding_note(self) -> str:
-        """Say that rounding in float32 explains a difference beyond the threshold; nothing if there is none."""
-        if self.rounding_db is None:
-            return ""
-        return (
-            f"float32 rounding alone changes this output to an SQNR of {self.rounding_db:.1f} dB: that explains the "
-            f"{self.sqnr_db or 0:.1f} dB after {self.stage}"
-        )

@@ -371,7 +371,7 @@ class Verify(EngineCheck):
         summary = f"SQNR at least {worst:.1f} dB" if worst is not None else "outputs agree"
         return Effect(
             file=RECORDS,
-            summary=f"{summary}, which float32 rounding alone explains" if by_rounding and not failed else summary,
+            summary=f"{summary}, which rounding in float32 explains" if by_rounding and not failed else summary,
             notes=(
                 *(f"{ours!r} is compared with {theirs!r}, by position" for ours, theirs in names.items()),
                 *by_rounding,
@@ -425,7 +425,7 @@ class Verify(EngineCheck):
                 **result.model_dump(include={"sqnr_db", "cosine", "max_abs_error", "argmax_agreement"}),
                 paired=result.paired,
                 sets=result.sets,
-                rounding_db=_find_rounding_db(result, _rename(known.rounding_db, names)),
+                rounding_note=_explain_rounding(result, _rename(known.rounding_db, names), self.stage),
                 passed=result.passed or not self.judged,
                 reason=reason,
             )
@@ -473,10 +473,16 @@ def _is_near_rounding(fidelity: Fidelity, unsteady: Collection[str], rounding: M
     )
 
 
-def _find_rounding_db(fidelity: Fidelity, known: Mapping[str, float]) -> float | None:
-    """Find the lowest SQNR that rounding leaves outputs that pass because of it; None where none does, or one fails."""
-    explained = [known[output.name] for output in fidelity.outputs if output.is_rounding and output.name in known]
-    return min(explained, default=None) if fidelity.passed else None
+def _explain_rounding(fidelity: Fidelity, known: Mapping[str, float], stage: str) -> str:
+    """Say which output rounding explains, the worst of them; nothing where none passes because of it, or one fails."""
+    explained = [output for output in fidelity.outputs if output.is_rounding and output.name in known]
+    if not explained or not fidelity.passed:
+        return ""
+    worst = min(explained, key=lambda output: output.sqnr_db or 0.0)
+    return (
+        f"rounding in float32 may change the output {worst.name!r} to an SQNR of {known[worst.name]:.1f} dB: "
+        f"that explains the {worst.sqnr_db or 0:.1f} dB after {stage}"
+    )
 
 
 def _describe_rounding(entries: Sequence[StageFidelity]) -> list[str]:

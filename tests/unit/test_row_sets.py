@@ -299,6 +299,7 @@ def test_writing_at_chosen_places_moves_no_row(write: str) -> None:
         "taken = GatherND(x, index) y = ScatterND(x, start, taken)",
         "y = ScatterElements <axis = -1> (x, best, rows)",
         "taken = GatherElements <axis = -1> (x, best) y = ScatterND(x, index, taken)",
+        "w, l = TopK <axis = -1, largest = 0> (x, k) i = Add(best, l) y = ScatterElements <axis = -1> (x, i, few)",
         "z = GatherElements <axis = -1> (x, best) y = ScatterND(z, start, rows)",
         "y = Compress <axis = 2> (x, flags)",
         "y = GatherND(x, index)",

@@ -37,7 +37,7 @@ MODULE_KEY = "enginesmith.module"
 FLOAT32_KEY = "enginesmith.float32"
 """Metadata of a node that stays in float32 in a graph of few bits: the reason. Some engines would cast it."""
 ASKED = "was asked for"
-"""The reason of those that somebody named."""
+"""The reason where somebody named the node."""
 
 _SKELETON_BYTES = 1 << 10
 """Weights up to this size stay: they may be the shapes and scales that structure depends on."""
@@ -443,10 +443,10 @@ def _count_table_rows(graph: "onnx.GraphProto") -> dict[str, int]:
 _SELECTING = {"NonMaxSuppression": 0, "NonZero": 0, "Compress": 0, "TopK": 1, "Unique": 0}
 """Operators that choose by value, and their first output that depends on the order (a TopK's values are sorted)."""
 _LISTING = {"NonZero": 0, "Unique": 0, "Compress": 1}
-"""Of these, those whose answer is one and the same for the same values, and the input that has them; nearly equal ones
-make no difference unless rounding makes others of them."""
+"""Selecting operators that list what has certain values, and the input with these: equal values give equal lists, so
+that an answer changes only where rounding changes the values."""
 _IN_ORDER = ("NonZero", "Compress")
-"""Of these, those that list rows in the order of the places where they are."""
+"""Listing operators that keep the order of places."""
 _SCATTERING = ("ScatterND", "ScatterElements", "Scatter")
 _SHAPES = ("Shape", "Size")
 _COPYING = ("Identity", "Cast")
@@ -462,7 +462,7 @@ _EXACT = frozenset(
 _SAME_THROUGHOUT = (*_SAME_NUMBERS, "Tile", "Neg", "Not")
 _WHOLE = ("BOOL", "INT8", "INT16", "INT32", "INT64", "UINT8", "UINT16", "UINT32", "UINT64")
 _SMALL = 1 << 12
-"""Numbers of a constant up to which it is looked at."""
+"""Numbers of a constant, and bytes of an attribute, up to which it is looked at."""
 _Choices = frozenset[tuple[str, int]]
 """Operators that chose rows, each with a number; those that do the same with the same values have the same one."""
 _NONE: _Choices = frozenset()
@@ -567,14 +567,15 @@ class _ChoiceSearch:
         if not placed or self._find_choices([given]):
             return False
         if moved:
-            return moved <= placed
+            return moved == placed
         return updates in self._uniform or all(operator in _IN_ORDER for operator, _ in placed)
 
     def _number(self, node: "onnx.NodeProto") -> None:
-        """Give the node's results a number; nodes with subgraphs are alike to none."""
+        """Give the node's results a number; large constants, and nodes with subgraphs, are alike to none."""
         given: list[object] = [self._numbers.setdefault(name, len(self._numbers)) for name in node.input]
-        settings = sorted(entry.SerializeToString() for entry in node.attribute)
-        own = node.output[0] if any(entry.HasField("g") for entry in node.attribute) else ""
+        alone = any(entry.HasField("g") or entry.ByteSize() > _SMALL for entry in node.attribute)
+        settings = [] if alone else sorted(entry.SerializeToString() for entry in node.attribute)
+        own = node.output[0] if alone else ""
         for position, name in enumerate(node.output):  # an output that nobody asked for has no name
             key = (node.domain, node.op_type, own, *given, *settings, position)
             self._numbers[name] = self._numbers.setdefault(key, len(self._numbers))

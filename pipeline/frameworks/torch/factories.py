@@ -217,20 +217,27 @@ def _hf(source: Source) -> Built:
         module, missing, notes = hugging_face.load_model(transformers, source.target)
     module.eval()
     hugging_face.check_callable(module)
-    inputs, fixed = hugging_face_inputs.fix_lengths(module, hugging_face_inputs.make_example(module))
+    inputs = hugging_face_inputs.make_example(module)
     example = {name: values for name, (values, _) in inputs.items()}
     notes += hugging_face.check_missing(module, example, missing)
     return Built(
         module,
         example or None,
         tuple(spec for _, spec in inputs.values()),
-        notes=(*notes, *fixed),
+        notes=tuple(notes),
         takes=tuple(hugging_face_inputs.list_inputs(module)),
         usual=tuple(hugging_face_inputs.list_usual_inputs(module)),
         class_names=hugging_face.name_classes(module.config),
         remedy=hugging_face.advise(module),
         remedy_random=hugging_face.advise_random(module),
     )
+
+
+def fix_lengths(built: Built) -> Built:
+    """Fix the lengths that a Hugging Face model refuses half of; it is run for that."""
+    example = {spec.name: (built.example[spec.name], spec) for spec in built.inputs}
+    inputs, notes = hugging_face_inputs.fix_lengths(built.module, example)
+    return dataclasses.replace(built, inputs=tuple(spec for _, spec in inputs.values()), notes=(*built.notes, *notes))
 
 
 _BUILDERS = {"zoo": _zoo, "file": _file, "module": _module, "pt2": _pt2, "timm": _timm, "hf": _hf}

@@ -250,6 +250,8 @@ def load(source: Source, options: LoadOptions, read_rows: RowReader | None = Non
         if source.form in ("file", "module"):
             building.variables.add("PYTHONPATH")  # another module of the same name may come first
         built = factories.build(source)
+        if source.form == "hf" and not options.inputs:
+            built = factories.fix_lengths(built)
     rows: Feeds = {}
     read: Sequence[Path] = ()  # no part of the model
     specs = options.inputs or built.inputs

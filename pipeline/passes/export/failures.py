@@ -64,7 +64,7 @@ class FixedDimension(ExportError):
     """The graph holds at one size only of a dimension that was to be dynamic."""
 
     runs_elsewhere: bool | None = None
-    """Whether the module runs at other sizes; None where that was not tried."""
+    """True if the module runs at other sizes; None where that was not tried."""
 
 
 def explain_failure(error: BaseException, loaded: "LoadedModel", remedy: str = REMEDY) -> ExportError:

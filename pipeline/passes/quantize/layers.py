@@ -107,7 +107,7 @@ def find_groups(model: "ir.Model") -> tuple[QuantizableOp, ...]:
 
 
 class Named(Protocol):
-    """Has what ``--keep`` names it by."""
+    """Require the names by which ``--keep`` may name a node."""
 
     @property
     def name(self) -> str:
@@ -119,7 +119,7 @@ class Named(Protocol):
 
 
 class FloatNode(NamedTuple):
-    """Any node that may read or make float32, whether or not it has a quantized form."""
+    """Name a node that may read or make float32, with or without a quantized form."""
 
     name: str
     module: str
