@@ -35,6 +35,10 @@ WEIGHTS = {"w": normal(8, 6), "u": normal(6, seed=1), "v": normal(6, 6, seed=2)}
 def opened(folder: Path, text: str, opset: int = 21, **weights: Any) -> Session:
     path = folder / "model.onnx"
     ir.save(parse_graph(text, opset, **weights), path)
+    return opened_file(path)
+
+
+def opened_file(path: Path) -> Session:
     artifact = Artifact(kind="onnx", path=path, sha256="", bytes=0, signature=model_file.signature(path))
     return baseline("onnx").load(artifact, Device())
 
@@ -114,7 +118,16 @@ def test_graphs_that_cannot_be_changed_have_no_answers(tmp_path: Path) -> None:
         assert session.perturb({"x": normal(2, 8)}, STEP, 0) == {}
 
 
-@pytest.mark.parametrize("operator", ["ReduceSum <keepdims = 1> (m, axis)", "CumSum(m, one)", "MatMul(m, w)"])
+@pytest.mark.parametrize(
+    "operator",
+    [
+        "ReduceSum <keepdims = 1> (m, axis)",
+        "ReduceL1 <keepdims = 1> (m, axis)",
+        "ReduceSumSquare <keepdims = 1> (m, axis)",
+        "CumSum(m, one)",
+        "MatMul(m, w)",
+    ],
+)
 def test_sums_of_whole_numbers_are_exact_and_those_of_others_are_not(tmp_path: Path, operator: str) -> None:
     weights = {"w": np.ones((4, 4), np.float32), "axis": np.array([1]), "one": np.array(1), "zero": np.float32(0)}
     for count, given in enumerate(("c = Greater(x, zero)\n m = Cast <to = 1> (c)", "m = Identity(x)")):
@@ -133,3 +146,111 @@ def test_sums_that_are_too_large_are_not_exact(tmp_path: Path, size: float) -> N
     with opened(tmp_path, text, axis=np.array([1])) as session:
         changed = session.perturb(x, STEP, 0)["y"] != session.run(x)["y"]
     assert changed.any() == (size > 1)
+
+
+def make_trees(leaves: list[list[float]], label: int, **attributes: Any) -> onnx.ModelProto:
+    """Make trees of one split each, at 0 of the input's first number, whose sum a Cast to a dtype reads."""
+    nodes = [(tree, node) for tree in range(len(leaves)) for node in range(3)]
+    ends = [(tree, node) for tree, node in nodes if node]
+    split = [float(not node) for _, node in nodes]
+    trees = onnx.helper.make_node(
+        "TreeEnsembleRegressor",
+        ["x"],
+        ["leaf"],
+        domain="ai.onnx.ml",
+        n_targets=1,
+        nodes_treeids=[tree for tree, _ in nodes],
+        nodes_nodeids=[node for _, node in nodes],
+        nodes_featureids=[0] * len(nodes),
+        nodes_modes=["LEAF" if node else "BRANCH_LEQ" for _, node in nodes],
+        nodes_values=[0.0] * len(nodes),
+        nodes_truenodeids=[int(each) for each in split],
+        nodes_falsenodeids=[2 * int(each) for each in split],
+        target_treeids=[tree for tree, _ in ends],
+        target_nodeids=[node for _, node in ends],
+        target_ids=[0] * len(ends),
+        target_weights=[number for tree in leaves for number in tree],
+        **attributes,
+    )
+    cast = onnx.helper.make_node("Cast", ["leaf"], ["y"], to=label)
+    x = onnx.helper.make_tensor_value_info("x", onnx.TensorProto.FLOAT, ["n", 4])
+    y = onnx.helper.make_tensor_value_info("y", label, ["n", 1])
+    opsets = [onnx.helper.make_opsetid("", 17), onnx.helper.make_opsetid("ai.onnx.ml", 3)]
+    return onnx.helper.make_model(
+        onnx.helper.make_graph([trees, cast], "net", [x], [y]), opset_imports=opsets, ir_version=10
+    )
+
+
+@pytest.mark.parametrize(
+    ("leaves", "attributes", "moves"),
+    [
+        ([[1.0, 2.0], [11.0, 12.0]], {}, False),
+        ([[0.1, 0.7]], {}, False),
+        ([[0.1, 0.7]], {"base_values": [0.5]}, True),
+        ([[0.1, 0.7], [0.2, 0.4]], {}, True),
+        ([[1.0, 2.0], [11.0, 12.0]], {"aggregate_function": "AVERAGE"}, True),
+        ([[1.0, 2.0]], {"post_transform": "LOGISTIC"}, True),
+        ([[2.0**24, 2.0], [11.0, 12.0]], {}, True),
+    ],
+)
+def test_leaves_of_a_tree_stay_and_sums_of_fractions_are_rounded(
+    tmp_path: Path, leaves: list[list[float]], attributes: dict[str, Any], moves: bool
+) -> None:
+    onnx.save(make_trees(leaves, onnx.TensorProto.FLOAT, **attributes), tmp_path / "model.onnx")
+    with opened_file(tmp_path / "model.onnx") as session:
+        x = {"x": normal(16, 4)}
+        assert (session.perturb(x, STEP, 0)["y"] != session.run(x)["y"]).any() == moves
+
+
+def test_a_whole_number_that_comes_from_a_leaf_is_not_decided_by_rounding(tmp_path: Path) -> None:
+    onnx.save(make_trees([[1.0, 2.0]], onnx.TensorProto.INT64), tmp_path / "model.onnx")
+    with opened_file(tmp_path / "model.onnx") as session:
+        x = {"x": normal(16, 4)}
+        assert find_unstable(session.perturb, x, session.run(x)) == {}
+
+
+LINEAR = "coefficients = [1.0, 0.5, 1.0, 1.0], kernel_type = 'LINEAR', rho = [0.1], n_supports = 0"
+
+
+@pytest.mark.parametrize(
+    ("operator", "moves"),
+    [
+        ("ai.onnx.ml.LabelEncoder <keys_floats = [12.0], values_floats = [0.3], default_float = 0.7> (x)", False),
+        ("ai.onnx.ml.Imputer <imputed_value_floats = [0.3], replaced_value_float = 1.0> (x)", False),
+        ("ai.onnx.ml.Binarizer <threshold = 0.5> (x)", False),
+        ("ai.onnx.ml.Scaler <offset = [0.5, 0.5, 0.5, 0.5], scale = [0.1, 0.1, 0.1, 0.1]> (x)", True),
+        ("ai.onnx.ml.Normalizer <norm = 'L2'> (x)", True),
+        (f"ai.onnx.ml.SVMRegressor <one_class = 1, {LINEAR}> (x)", False),
+        (f"ai.onnx.ml.SVMRegressor <{LINEAR}> (x)", True),
+        ("Hardmax(x)", False),
+        ('Resize <mode = "nearest"> (x, , scales)', False),
+        ('Resize <mode = "linear"> (x, , scales)', True),
+    ],
+)
+def test_operators_of_other_exporters_that_choose_numbers_do_not_round(
+    tmp_path: Path, operator: str, moves: bool
+) -> None:
+    operator = operator.replace("'", '"')
+    header = '<ir_version: 10, opset_import: ["" : 21, "ai.onnx.ml" : 3]>'
+    model = onnx.parser.parse_model(
+        f"{header} net (float[n, 4] x) => (float[n, k] y) <float[2] scales = {{1.0, 2.0}}> {{ y = {operator} }}"
+    )
+    onnx.save(model, tmp_path / "model.onnx")
+    with opened_file(tmp_path / "model.onnx") as session:
+        x = {"x": normal(16, 4)}
+        assert (session.perturb(x, STEP, 0)["y"] != session.run(x)["y"]).any() == moves
+
+
+def test_a_mask_of_infinity_leaves_choices_as_they_are(tmp_path: Path) -> None:
+    text = """net (float[n, 8] x) => (int64[n] y, float[n, 8] s) {
+        s = Add(x, mask)
+        p = Softmax <axis = -1> (s)
+        y = ArgMax <axis = 1, keepdims = 0> (p)
+    }"""
+    mask = np.float32([0, 0, 0, *[-np.inf] * 5])
+    x = {"x": normal(16, 8)}
+    with opened(tmp_path, text, mask=mask) as session:
+        right = session.run(x)
+        marks = find_unstable(session.perturb, x, right)
+        assert (spread_bits(marks.get("y"), (16,)) < FINE).all()
+        assert (np.isneginf(session.perturb(x, -STEP, 0)["s"]) == np.isneginf(right["s"])).all()

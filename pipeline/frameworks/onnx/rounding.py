@@ -21,20 +21,31 @@ _CHOOSING = frozenset(
     + ("Max", "Min", "ReduceMax", "ReduceMin", "MaxPool", "GlobalMaxPool", "TopK", "Clip", "Abs", "Neg", "Sign")
     + ("Floor", "Ceil", "Round", "Cast", "CastLike", "DepthToSpace", "SpaceToDepth", "Dropout", "DequantizeLinear")
     + ("Constant", "ConstantOfShape", "EyeLike", "Range", "If", "Loop", "Scan", "Compress", "ReverseSequence", "Tile")
+    + ("Hardmax", "Unique", "MaxUnpool", "MaxRoiPool", "CenterCropPad", "SequenceAt", "ConcatFromSequence")
+    + ("ArrayFeatureExtractor", "Binarizer", "CastMap", "CategoryMapper", "DictVectorizer", "FeatureVectorizer")
+    + ("Imputer", "LabelEncoder", "OneHotEncoder", "ZipMap")  # with those of the line above: of ai.onnx.ml
 )
 """Operators whose results are numbers that they were given, or whole ones, or those of graphs within: all stay."""
 _PROBABILITIES = frozenset(("Sigmoid", "HardSigmoid", "Softmax"))
 _UP_TO_ONE = _PROBABILITIES | {"Tanh", "Erf"}
 _BY_ELEMENT = frozenset(
     ("Add", "Sub", "Mul", "Div", "Pow", "Sqrt", "Reciprocal", "Exp", "Log", "Relu", "LeakyRelu", "PRelu", "Mod", "Sum")
-    + ("Mean", "Sin", "Cos", "Tan", "Atan", "ThresholdedRelu", "Softsign")
+    + ("Mean", "Sin", "Cos", "Tan", "Atan", "ThresholdedRelu", "Softsign", "Scaler")
 )
 """Operators of which each result has a rounding error of its own size; of all others, it is one of the largest."""
 _SUMS_OF_PRODUCTS = frozenset(("MatMul", "Gemm", "Conv", "ConvTranspose"))
 """Operators of which each result is a sum of products: its error is one of the size of these."""
-_EXACT_SUMS = {"ReduceSum": 1, "CumSum": 1, "MatMul": 2, "Gemm": 3}
+_EXACT_SUMS = {"ReduceSum": 1, "ReduceL1": 1, "ReduceSumSquare": 1, "CumSum": 1, "MatMul": 2, "Gemm": 3}
 """Operators that are exact in any order while whole numbers are small, and how many of their inputs are added or
 multiplied."""
+_LEAVES = {
+    "TreeEnsemble": ("leaf_weights", "base_values", "tree_roots"),
+    "TreeEnsembleClassifier": ("class_weights", "base_values", "class_treeids"),
+    "TreeEnsembleRegressor": ("target_weights", "base_values", "target_treeids"),
+}
+"""Attributes of ensembles of trees: numbers of leaves, what is added to them, and an entry or more for each tree."""
+_MOST_WHOLE = 2.0**24
+"""Whole number up to which all are exact in float32."""
 _LOOKED_AT = 64
 """Numbers of a weight by which one is told that has others than whole ones."""
 _DEVIATIONS = 4.0
@@ -56,7 +67,7 @@ def change_results(path: Path) -> bytes:
     builder = _Builder(model.graph)
     for node in list(model.graph):
         computed = any(value is not None and not _is_constant(value) for value in node.inputs)
-        for value in node.outputs if computed and node.op_type not in _CHOOSING else ():
+        for value in node.outputs if computed and not _chooses(node) else ():
             builder.change(node, value)
     builder.finish()
     try:
@@ -68,6 +79,41 @@ def change_results(path: Path) -> bytes:
 
 def _is_constant(value: "ir.Value") -> bool:
     return value.is_initializer() and not value.is_graph_input()
+
+
+def _chooses(node: "ir.Node") -> bool:
+    """Tell whether all results of a node are numbers that it was given, or stored ones, or whole ones."""
+    if node.op_type in _CHOOSING:
+        return True
+    if node.op_type in ("Resize", "Upsample"):
+        return node.attributes.get_string("mode", "nearest") == "nearest"
+    if node.op_type == "SVMRegressor":
+        return bool(node.attributes.get_int("one_class", 0))
+    return node.op_type in _LEAVES and _has_exact_leaves(node)
+
+
+def _has_exact_leaves(node: "ir.Node") -> bool:
+    """Tell whether an ensemble of trees chooses a stored number, or adds whole ones that float32 adds exactly."""
+    own = node.attributes
+    if own.get("post_transform") is not None and own["post_transform"].value not in ("NONE", 0):
+        return False
+    leaves, bases, trees = (_read_stored(node, name) for name in _LEAVES[node.op_type])
+    count = len(np.unique(trees))
+    if own.get("aggregate_function") is not None and own["aggregate_function"].value in ("AVERAGE", 0) and count > 1:
+        return False
+    if count == 1 and not bases.any() and node.op_type != "TreeEnsembleClassifier":  # which may take them from 1
+        return True
+    stored = np.concatenate([leaves, bases])
+    return bool((stored == np.round(stored)).all()) and (count + 1) * np.abs(stored).max(initial=0) <= _MOST_WHOLE
+
+
+def _read_stored(node: "ir.Node", name: str) -> Array:
+    """Read numbers from an attribute, a list or a tensor: [numbers] float64, none where there is no such attribute."""
+    for each in (name, f"{name}_as_tensor"):
+        if (found := node.attributes.get(each)) is not None:
+            value = found.value.numpy() if found.type == ir.AttributeType.TENSOR else found.value
+            return np.asarray(value, np.float64).reshape(-1)
+    return np.zeros(0)
 
 
 def _has_fractions(value: "ir.Value") -> bool:
@@ -148,7 +194,7 @@ class _Builder:
         return self._make("Where", usable, moved, floats)
 
     def _find_exact(self, floats: "ir.Value", dtype: "ir.DataType | None") -> "ir.Value":
-        """Mark numbers that nobody rounds: all if they are whole and small, and those of ``find_infinite``."""
+        """Mark numbers that nobody rounds: all if they are whole and small, those of ``find_infinite``, Inf and NaN."""
         size = self._make("Abs", floats)
         finite = self._make("Less", size, self._constant(np.inf))
         largest = self._make_largest(self._make("Where", finite, size, self._constant(0.0)))
@@ -156,7 +202,8 @@ class _Builder:
         several = self._make("Greater", self._count_marks(alike), self._constant(1.0))
         infinite = self._make("GreaterOrEqual", largest, self._constant(INFINITE))
         counts = self._make("And", self._are_whole(floats), self._is_small(largest, dtype))
-        return self._make("Or", counts, self._make("And", alike, self._make("And", several, infinite)))
+        exact = self._make("Or", counts, self._make("And", alike, self._make("And", several, infinite)))
+        return self._make("Or", exact, self._make("Not", finite))
 
     def _find_exact_sum(self, node: "ir.Node", floats: "ir.Value", dtype: "ir.DataType | None") -> "ir.Value | None":
         """Mark sums of whole numbers, [] bool, whose sizes are exact together; None for other operators and weights.
@@ -186,7 +233,7 @@ class _Builder:
 
     def _is_small(self, largest: "ir.Value", dtype: "ir.DataType | None") -> "ir.Value":
         """Tell whether numbers of a dtype are exact up to this one."""
-        most = {ir.DataType.FLOAT16: 2.0**11, ir.DataType.BFLOAT16: 2.0**8}.get(dtype or ir.DataType.FLOAT, 2.0**24)
+        most = {ir.DataType.FLOAT16: 2.0**11, ir.DataType.BFLOAT16: 2.0**8}.get(dtype or ir.DataType.FLOAT, _MOST_WHOLE)
         return self._make("LessOrEqual", largest, self._constant(most))
 
     def _count_marks(self, marks: "ir.Value") -> "ir.Value":
