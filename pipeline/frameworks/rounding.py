@@ -6,7 +6,7 @@ an engine, which may answer one of the numbers that were seen then.
 """
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -37,7 +37,8 @@ of samples of a network in which constants of 2000 cancel; a quarter of them in 
 _ILL = 1e-4
 """Share of an output's range by which a float may move when its operations are rounded, and still be compared."""
 _MOST_ILL = 0.1
-"""Share of an output's floats that may move further; where more do, all are compared."""
+"""Share of an output's floats that may move further; where more do, all are compared. Where rounding decides a larger
+share of whole numbers, hardly any that it may not make are left, and the output is not verified."""
 
 
 class UnstableNumbers:
@@ -86,11 +87,18 @@ class UnstableNumbers:
             name: 10 * float(np.log10(signal[name] / noise[name])) for name in noise if noise[name] and signal[name]
         }
 
-    def describe(self) -> list[str]:
-        """Say how many there are in all calls, output by output."""
+    def find_unverified(self, in_sets: Collection[str]) -> dict[str, float]:
+        """Find outputs of which rounding decides too much, and its share; those compared as sets of rows have none."""
+        shares = {name: count / self._sizes[name] for name, count in self._counts.items() if name not in in_sets}
+        return {name: share for name, share in shares.items() if share > _MOST_ILL}
+
+    def describe(self, in_sets: Collection[str] = ()) -> list[str]:
+        """Say how many there are in all calls, output by output, and which outputs are not verified for that."""
+        unverified = self.find_unverified(in_sets)
         return [
             f"rounding decides {format_share(count / self._sizes[name])} of the numbers in the output {name!r}, such "
             "as between two values that are equal but for it: engines may answer others there"
+            + (", and this output is not verified" if name in unverified else "")
             for name, count in self._counts.items()
             if count
         ]

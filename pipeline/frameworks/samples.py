@@ -72,6 +72,8 @@ class Samples(BaseModel, frozen=True):
     """How far rounding in float32 may move each floating-point output of the baseline."""
     rounding_db: dict[str, float] = {}
     """SQNR that errors which rounding in float32 may explain leave each floating-point output of the baseline."""
+    unverified: dict[str, float] = {}
+    """Outputs of the baseline of which rounding decides too many numbers to verify an engine by, and their share."""
     choosing: tuple[str, ...] | None = None
     """Outputs whose rows the baseline chooses by values; None where it may be any."""
     assumed: tuple[str, ...] = ()
@@ -307,7 +309,7 @@ def write(out: Path, samples: Samples) -> None:
     """Write ``samples.json``; the arrays are written case by case with :func:`write_arrays`."""
     unset = {
         name
-        for name in ("parts", "spans", "interacting", "unsteady", "rounding", "rounding_db", "assumed")
+        for name in ("parts", "spans", "interacting", "unsteady", "rounding", "rounding_db", "unverified", "assumed")
         if not getattr(samples, name)
     }
     (out / RECORD).write_text(samples.model_dump_json(indent=1, exclude=unset), encoding="utf-8")

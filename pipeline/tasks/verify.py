@@ -130,8 +130,10 @@ class Sample(Task):
         parts, notes = dict[str, int](), data.notes if data else ()
         if self.data and data and isinstance(self.data_options, PartOptions):
             parts, notes = count_parts(data, self.data, self.data_options), (*notes, *check_parts(data))
+        in_sets = session.signature.unordered.keys() & (session.signature.unordered if choosing is None else choosing)
         unsteady = tuple(sorted(unstable.unsteady))
         facts = {"parts": parts, "spans": spans, "interacting": bool(interacting), "unsteady": unsteady}
+        facts["unverified"] = unstable.find_unverified(in_sets)
         facts |= {"choosing": choosing, "rounding": unstable.movements, "rounding_db": unstable.sqnr_db}
         facts |= {"class_names": class_names, "assumed": assumed}
         samples.write(out, samples.Samples(data=name, ranges=ranges, cases=cases, **facts))
@@ -154,7 +156,7 @@ class Sample(Task):
             *describe_assumed(ranges, assumed),
             *tried,
             *strange,
-            *unstable.describe(),
+            *unstable.describe(in_sets),
             *interacting,
             *_describe_emptiness(cases, out),
         )
@@ -584,5 +586,6 @@ class Answers(Task):
                     _write_answer(out, index, call, outputs, unstable.find(feeds, outputs))
         facts = {"spans": samples.join_ends(ends), "unsteady": tuple(sorted(unstable.unsteady))}
         facts |= {"rounding": unstable.movements, "rounding_db": unstable.sqnr_db}
+        facts["unverified"] = unstable.find_unverified(known.limit_sets(session.signature).unordered)
         samples.write(out, known.model_copy(update=facts))
         return Effect(file=samples.RECORD, summary=f"{count_words(len(known.cases), 'set')} of feeds answered")

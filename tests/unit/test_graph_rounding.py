@@ -209,7 +209,7 @@ def test_a_whole_number_that_comes_from_a_leaf_is_not_decided_by_rounding(tmp_pa
         assert find_unstable(session.perturb, x, session.run(x)) == {}
 
 
-LINEAR = "coefficients = [1.0, 0.5, 1.0, 1.0], kernel_type = 'LINEAR', rho = [0.1], n_supports = 0"
+LINEAR = "coefficients = [1.0, 0.5, 1.0, 1.0], kernel_type = 'LINEAR', kernel_params = [1.0, 0.0, 1.0], rho = [0.1]"
 
 
 @pytest.mark.parametrize(

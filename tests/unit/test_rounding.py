@@ -313,6 +313,13 @@ def test_calls_are_looked_at_as_long_as_there_is_something() -> None:
         unstable = found.find({}, {"y": np.float32([1.5, 2.5, 3])})
         assert spread_bits(unstable["y"], (3,)).tolist() == [0, 0, FINE]
     assert found.describe()[0].startswith("rounding decides 33 % of the numbers in the output 'y'")
+    assert found.find_unverified({"z"}) == {"y": pytest.approx(1 / 3)}
+    assert found.find_unverified({"y"}) == {}, "a set of rows is compared"
+    rare = UnstableNumbers(lambda feeds, step, seed: {"y": np.int64([*range(19), 7])})
+    rare.find({}, {"y": np.arange(20)})
+    assert rare.find_unverified(()) == {}
+    assert "not verified" in found.describe()[0]
+    assert "not verified" not in found.describe({"y"})[0] + rare.describe()[0]
     whole = UnstableNumbers(lambda feeds, step, seed: tried.append(step) or {})
     tried.clear()
     for _ in range(2):

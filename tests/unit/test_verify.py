@@ -148,6 +148,7 @@ def test_what_rounding_decides_is_found_noted_and_not_compared(tmp_path: Path, m
     given = {"model": save_operator(tmp_path / "same.onnx", "Identity")}
     (note,) = sample.run(given, tmp_path / "given", lambda _: None).notes
     assert note.startswith("rounding decides 22 % of the numbers in the output 'y'")
+    assert note.endswith("this output is not verified")
     given["reference"] = Artifact(kind="reference", path=tmp_path / "given" / samples.RECORD, sha256="", bytes=0)
     Answers(engine=OnnxRuntime()).run(given, tmp_path / "changed", lambda _: None)
     samples.write_vector(tmp_path / "given", tmp_path / "vector.npz")
@@ -158,6 +159,7 @@ def test_what_rounding_decides_is_found_noted_and_not_compared(tmp_path: Path, m
     tune = Tune.model_construct(device=Device(), precision="fp32", min_sqnr_db=None, max_memory_bytes=None)
     for folder in ("given", "changed"):
         reference = Artifact(kind="reference", path=tmp_path / folder / samples.RECORD, sha256="", bytes=0)
+        assert samples.read(tmp_path / folder).unverified == {"y": pytest.approx(2 / 9)}
         for classes, right in (([5, 0, 5], True), ([5, 1, 5], False), ([3, 0, 5], False)):
             change = np.float32([[0, 0, each] for each in classes])
             inputs = {"model": save_operator(tmp_path / "other.onnx", "Add", change), "reference": reference}
