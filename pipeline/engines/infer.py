@@ -154,9 +154,15 @@ class Model:
             return few == many
         width = wanted.shape[-1] if wanted.ndim > 1 else 1
         rows, given = wanted.reshape(-1, width).astype(float), value.reshape(-1, width).astype(float)
-        columns = enumerate(np.unique(rows, axis=0).T)
-        scales = np.array([_scale(column, np.ptp(rows), at > 3 or width == 1) for at, column in columns])
-        return np.mean([np.abs((given - row) / scales).max(1).min() <= self._share() for row in rows]) >= least
+        numbers = np.where(np.isfinite(rows), rows, 0)
+        columns = enumerate(np.unique(numbers, axis=0).T)
+        scales = np.array([_scale(column, np.ptp(numbers), at > 3 or width == 1) for at, column in columns])
+        near = []
+        for row in rows:  # NaN is near NaN, and infinity near itself
+            same = (given == row) | (np.isnan(given) & np.isnan(row))
+            with np.errstate(invalid="ignore"):
+                near.append((same | (np.abs(given - row) / scales <= self._share())).all(1).any())
+        return np.mean(near) >= least
 
     def _share(self):
         limits = self.manifest["thresholds"]

@@ -58,12 +58,14 @@ def choose_sizes(signature: Signature, picture_size: int = _PICTURE_SIZES[0]) ->
 
 
 def draw_feeds(signature: Signature, sizes: Mapping[str, int]) -> dict[str, Array]:
-    """Draw normal floats, pixels, rows of the tables that inputs are indices of, and else zeros and ones."""
+    """Draw normal floats, pixels, rows of the tables that inputs are indices of, lengths of 1 and 2, else 0 and 1."""
     rng, feeds = np.random.default_rng(0), dict[str, Array]()
     for spec in signature.inputs:
         shape = spec.resolve(sizes)
         pixels = spec.dtype == "uint8" and len(shape) == _PICTURE_RANK
         whole = rng.integers(0, 256 if pixels else signature.tables.get(spec.name, 2), shape)
+        if "length" in spec.name.lower() and spec.name not in signature.tables:
+            whole += 1
         drawn = rng.standard_normal(shape) if spec.dtype.startswith("float") else whole
         feeds[spec.name] = drawn.astype(spec.dtype)
     return feeds

@@ -352,6 +352,14 @@ def test_made_up_indices_are_of_all_rows_of_their_table(
     assert (feeds["ids"].min(), feeds["ids"].max()) == (0, most)
 
 
+def test_whole_numbers_that_are_called_lengths_are_drawn_from_1_up() -> None:
+    words = ("input_lengths:int64:batch", "ids:int64:batch,n", "Length:int32:batch", "length_ids:int64:batch")
+    specs = tuple(map(TensorSpec.parse, words))
+    made = Signature(inputs=specs, outputs=specs[:1], tables={"length_ids": 1})
+    drawn = examples.draw_feeds(made, {"batch": 64, "n": 2})
+    assert [sorted(set(drawn[spec.name].flat)) for spec in specs] == [[1, 2], [0, 1], [1, 2], [0]]
+
+
 def test_samples_of_an_output_for_each_pair_of_them_interact(tmp_path: Path) -> None:
     ends = [helper.make_tensor_value_info(*end) for end in (("x", 1, ["batch", 3]), ("y", 1, ["batch", "batch"]))]
     nodes = [helper.make_node("Transpose", ["x"], ["t"]), helper.make_node("MatMul", ["x", "t"], ["y"])]

@@ -132,6 +132,25 @@ def test_a_test_vector_has_the_range_of_all_answers(tmp_path: Path) -> None:
     assert samples.find_ends({"y": np.float32([3.0, np.nan, -np.inf, 1.0]), "n": np.arange(3)}) == {"y": (1.0, 3.0)}
 
 
+def test_a_test_vector_has_finite_answers_where_there_are_some(tmp_path: Path) -> None:
+    small = Case(points=("min",), sizes={"batch": 1}, batch=1, calls=2)
+    large = Case(points=("max",), sizes={"batch": 2}, batch=2)
+    samples.write(tmp_path, Samples(data="x", ranges={}, cases=(large, small)))
+    finite, half, lost = np.ones((1, 2), np.float32), np.float32([[1, np.nan]]), np.full((1, 2), np.nan, np.float32)
+    for answers, place in (
+        ((half, half, half), 1),
+        ((finite, half, finite), 2),
+        ((finite, finite, finite), 1),
+        ((finite, half, half), 0),
+        ((half, lost, lost), 0),
+    ):
+        for number, (answer, (index, call)) in enumerate(zip(answers, ((0, 0), (1, 0), (1, 1)), strict=True)):
+            samples.write_arrays(tmp_path, "feeds", index, {"x": np.int64([number])}, call)
+            samples.write_arrays(tmp_path, "outputs", index, {"y": answer}, call)
+        samples.write_vector(tmp_path, tmp_path / "vector.npz")
+        assert samples.read_vector(tmp_path / "vector.npz").feeds["x"] == [place]
+
+
 def test_what_rounding_decides_is_found_noted_and_not_compared(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The last number of each row is a class: where the first is 0, a step more makes it another one."""
 
