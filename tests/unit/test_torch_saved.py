@@ -1,5 +1,7 @@
 """The stored form of a loaded module, and the module that comes back of it."""
 
+import gc
+import math
 from pathlib import Path
 
 import pytest
@@ -126,6 +128,43 @@ def test_random_numbers_that_the_example_does_not_show_come_back(tmp_path: Path,
     """They are drawn after weights, and kept in a plain tensor; the example is of zeros."""
     before, after = round_trip(tmp_path, **places, example="torch.zeros(2, 4)")
     assert torch.equal(before, after)
+
+
+@pytest.mark.parametrize("kind", ["DEF", "FRAGMENT", None])
+def test_a_file_that_registers_operators_may_be_executed_again(tmp_path: Path, kind: str | None) -> None:
+    """PyTorch takes each name once, and forgets it with the library."""
+    name = f"enginesmith_{kind}".lower()
+    if kind:
+        top = f'LIBRARY = torch.library.Library("{name}", "{kind}"); LIBRARY.define("twice(Tensor x) -> Tensor")'
+        top += '; LIBRARY.impl("twice", lambda x: 2 * x, "CPU")'
+    else:
+        top = f'torch.library.define("{name}::twice", "(Tensor x) -> Tensor")'
+        top += f'; torch.library.impl("{name}::twice", "CPU", lambda x: 2 * x)'
+    before, after = round_trip(tmp_path, top=top, use=f"+ torch.ops.{name}.twice(x)")
+    assert torch.equal(before, after)
+    gc.collect()
+    assert getattr(torch.ops, name).twice(torch.ones(1)) == 2
+    torch.library.define(f"{name}::other", "(Tensor x) -> Tensor")
+    with pytest.raises(RuntimeError, match="multiple times"):  # elsewhere it is refused as ever
+        torch.library.define(f"{name}::other", "(Tensor x) -> Tensor")
+
+
+def test_operators_that_a_file_only_declares_stay_when_it_is_executed_again(tmp_path: Path) -> None:
+    """Nothing refers to the first library then but what the file made before."""
+    top = 'LIBRARY = torch.library.Library("enginesmith_bare", "DEF"); LIBRARY.define("twice(Tensor x) -> Tensor")'
+    round_trip(tmp_path, top=top)
+    gc.collect()
+    assert "twice" in str(torch.ops.enginesmith_bare.twice.default._schema)
+
+
+def test_a_file_that_cannot_be_executed_again_is_refused_with_its_reason(tmp_path: Path) -> None:
+    once = "import math; assert not hasattr(math, 'once'), 'only once'; math.once = True"
+    try:
+        with pytest.raises(SourceError, match=r"built a second time in one process: .*only once") as caught:
+            round_trip(tmp_path, top=once)
+    finally:
+        del math.once  # type: ignore[attr-defined]
+    assert "a module that the file imports" in (caught.value.remedy or "")
 
 
 @pytest.mark.parametrize("place", ["attribute", "global"])

@@ -11,6 +11,7 @@ import zipfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -121,8 +122,45 @@ def _execute(name: str, path: Path) -> Any:
     assert spec is not None
     assert spec.loader is not None
     module = sys.modules[name] = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
+    with _operators_kept(present) if present else contextlib.nullcontext():
+        spec.loader.exec_module(module)
     return module
+
+
+_LIBRARIES_KEPT: list[torch.library.Library] = []
+"""Libraries of files that were executed again: PyTorch forgets the operators of those that nothing refers to."""
+
+
+@contextlib.contextmanager
+def _operators_kept(module: ModuleType) -> Iterator[None]:
+    """Keep the operators that a file registered while it is executed again: PyTorch takes each name once.
+
+    ``module`` is what the file made before.
+    """
+    library = torch.library.Library
+    _LIBRARIES_KEPT.extend(value for value in vars(module).values() if isinstance(value, library))
+    own = {name: getattr(library, name) for name in ("__init__", "define", "impl")}
+
+    def begin(self: Any, ns: str, kind: str, *args: Any, **options: Any) -> None:
+        own["__init__"](self, ns, "FRAGMENT" if kind == "DEF" else kind, *args, **options)
+
+    def define(self: Any, schema: str, *args: Any, **options: Any) -> Any:
+        try:
+            return own["define"](self, schema, *args, **options)
+        except RuntimeError:
+            return schema.split("(")[0].split(".")[0]
+
+    def implement(self: Any, *args: Any, **options: Any) -> None:
+        with contextlib.suppress(RuntimeError):
+            own["impl"](self, *args, **options)
+
+    for name, function in (("__init__", begin), ("define", define), ("impl", implement)):
+        setattr(library, name, function)
+    try:
+        yield
+    finally:
+        for name, function in own.items():
+            setattr(library, name, function)
 
 
 def _module(source: Source) -> Built:

@@ -181,16 +181,26 @@ def _comes_back(loaded: LoadedModel, state: Path, record: _Record) -> bool:
     that follow the weights' own, and the example, of zeros perhaps, need not show it.
 
     Raises:
-        SourceError: they do not even where the weights are drawn again: the factory builds another model each time.
+        SourceError: they do not even where the weights are drawn again: the factory builds another model each time, or
+            fails when it is called again.
     """
+    failure: Exception | None = None
     for draw in (False, True):
         # without weights that are drawn, the factory itself may fail: what is in their place is no matrix to invert
-        with contextlib.suppress(RuntimeError, ValueError, SourceError):
+        try:
             with torch.inference_mode(False):
                 built = _build_around(state, record.model_copy(update={"draw": draw}))
             alike = draw or (built.attributes.complete and built.attributes.digest == record.attributes)
             if alike and same_answers(loaded.answers, _answer(built.module, loaded, record)):
                 return not draw
+        except (RuntimeError, ValueError, SourceError) as error:
+            failure = error if draw else None
+    if failure is not None:
+        reason = failure.message if isinstance(failure, SourceError) else str(failure).partition("\n")[0]
+        raise SourceError(
+            f"{record.model} cannot be built a second time in one process: {reason}",
+            "let what can be done once alone, such as registering a name, be done in a module that the file imports",
+        ) from failure
     raise SourceError(
         f"{record.model} builds another model each time it is called",
         "keep what it computes in parameters or buffers (register_buffer), or seed it within the factory",
