@@ -199,6 +199,8 @@ def _infer_outputs(
 
 _CONVERT = "convert the model without this output; skl2onnx does with zipmap=False, and labels as whole numbers"
 
+_VECTORIZE = "convert the steps behind the vectorizer or encoder alone, and give the numbers that it makes as the input"
+
 
 def _spec(side: str, position: int, value: "onnx.ValueInfoProto", words: dict[str, str]) -> TensorSpec:
     what = f"the {side} {value.name!r}"
@@ -211,8 +213,10 @@ def _spec(side: str, position: int, value: "onnx.ValueInfoProto", words: dict[st
     dtype = dtype_name(tensor.elem_type)
     if dtype not in DESCRIBED:
         remedy = f"supported are {', '.join(DTYPES)}: cast inside the graph"
-        if dtype == "string" and side == "output":
-            remedy = f"texts cannot be compared: {_CONVERT}"
+        if dtype == "string":
+            remedy = (
+                f"texts cannot be compared: {_CONVERT}" if side == "output" else f"texts cannot be fed: {_VECTORIZE}"
+            )
         raise SignatureError(f"{what} has the dtype {dtype}", remedy)
     if not tensor.HasField("shape"):
         raise SignatureError(f"{what} has no shape, not even a rank", "write its shape into the file, or export again")
