@@ -9,7 +9,7 @@ import pytest
 
 from enginesmith.pipeline.errors import DataError, FidelityError, UsageError
 from enginesmith.pipeline.frameworks.fidelity import SQNR_CAP_DB, Fidelity, compare, describe_failure, thresholds_for
-from enginesmith.pipeline.measure.quality import MetricError, Quality, evaluate, explain_few_samples, find_metric
+from enginesmith.pipeline.measure.quality import MetricError, Quality, evaluate, find_metric
 from enginesmith.pipeline.measure.rows import StageFidelity
 from enginesmith.pipeline.measure.statistics import count_for_width, drop_interval
 from enginesmith.pipeline.recipe import make
@@ -556,30 +556,6 @@ def test_a_loss_is_too_large_as_far_as_the_samples_tell(
         metric="m", value=0.9, baseline=0.9 + drop, drop=drop, drop_high=high, samples=samples, counted=counted
     )
     assert judged.explain_excess(0.01) == excess
-
-
-@pytest.mark.parametrize(("metric", "counted"), [("top1", True), ("mse", False)])
-def test_right_and_wrong_samples_are_told_from_graded_scores(metric: str, counted: bool) -> None:
-    outputs = {"y": np.array([[0.1, 0.9], [0.8, 0.2]])}
-    labels = np.array([1, 1]) if counted else outputs["y"] + 0.5
-    assert evaluate(metric, outputs, outputs, labels).counted == counted
-
-
-@pytest.mark.parametrize(
-    ("metric", "max_drop", "count", "words"),
-    [
-        ("top1", 0.01, 96, "there are 96 for choice and 200 for judgement, and it needs at least 100 for each"),
-        ("top1:category", 0.01, 99, "at least 100"),
-        ("top1", 0.01, 100, ""),
-        ("top5", 0.3, 3, "at least 4"),
-        ("mse", 0.01, 8, ""),
-        ("top1", 0.0, 8, ""),
-        (None, None, 8, ""),
-    ],
-)
-def test_a_budget_of_less_than_one_sample_is_told(metric: str, max_drop: float, count: int, words: str) -> None:
-    told = explain_few_samples({"calibration": 8, "choice": count, "judgement": 200}, metric, max_drop)
-    assert (words in told, bool(told)) == (True, bool(words))
 
 
 @pytest.mark.parametrize(

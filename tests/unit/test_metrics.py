@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from enginesmith.pipeline.errors import DataError, MissingCapability
 from enginesmith.pipeline.measure.metrics import own_metric
 from enginesmith.pipeline.measure.metrics.table import METRICS, find_own
-from enginesmith.pipeline.measure.quality import Quality, evaluate, settle_metric
+from enginesmith.pipeline.measure.quality import Quality, evaluate, explain_few_samples, settle_metric
 
 Arrays = NDArray[Any]
 CASES = range(20)
@@ -542,3 +542,27 @@ def test_only_a_function_of_the_users_is_asked_to_return_other_numbers() -> None
     with pytest.raises(DataError, match="auroc returned NaN") as error:
         evaluate("auroc", outputs, outputs, labels)
     assert error.value.remedy.startswith("give such labels, or a function of your own with --metric")
+
+
+@pytest.mark.parametrize(("metric", "counted"), [("top1", True), ("mse", False)])
+def test_right_and_wrong_samples_are_told_from_graded_scores(metric: str, counted: bool) -> None:
+    outputs = {"y": np.array([[0.1, 0.9], [0.8, 0.2]])}
+    labels = np.array([1, 1]) if counted else outputs["y"] + 0.5
+    assert evaluate(metric, outputs, outputs, labels).counted == counted
+
+
+@pytest.mark.parametrize(
+    ("metric", "max_drop", "count", "words"),
+    [
+        ("top1", 0.01, 96, "there are 96 for choice and 200 for judgement, and it needs at least 100 for each"),
+        ("top1:category", 0.01, 99, "at least 100"),
+        ("top1", 0.01, 100, ""),
+        ("top5", 0.3, 3, "at least 4"),
+        ("mse", 0.01, 8, ""),
+        ("top1", 0.0, 8, ""),
+        (None, None, 8, ""),
+    ],
+)
+def test_a_budget_of_less_than_one_sample_is_told(metric: str, max_drop: float, count: int, words: str) -> None:
+    told = explain_few_samples({"calibration": 8, "choice": count, "judgement": 200}, metric, max_drop)
+    assert (words in told, bool(told)) == (True, bool(words))
