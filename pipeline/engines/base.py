@@ -329,10 +329,6 @@ class Engine(BaseModel, ABC, frozen=True, extra="forbid"):
         """Copy the engine as it is built, and runs where CUDA graphs are not asked for."""
         return self.model_copy(update={"cuda_graphs": False}) if self.replays_graphs() else self
 
-    def as_written(self) -> Self:
-        """Copy the engine that computes each node in the type that it has in the graph, rather than cast all."""
-        return self
-
     @classmethod
     def usual_half(cls, device: Device) -> str:
         """Choose the half precision that people would cast a module to on a device; for engines that run modules."""

@@ -167,6 +167,8 @@ class Variant:
     """The reason why it cannot be had as it was asked for, on any machine."""
     lowering: Name | None = None
     """The precision that the graph is turned into for it; None where it is taken as it is."""
+    casts: bool = False
+    """True where its engine casts the float32 graph by itself, unless nodes are to stay in float32."""
     calibration: StepRef | None = None
     """The step that found the ranges which are part of its graph."""
     assignment: StepRef | None = None

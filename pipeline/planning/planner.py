@@ -292,7 +292,7 @@ def _engine_steps(
         own["artifact"] = tune.id
         steps.append(tune)
         built = replace(built, artifact=tune.id)
-    cast = variant.lowering is None and variant.precision in engine.casts  # of which the graph tells nothing
+    cast = variant.casts or (variant.lowering is None and variant.precision in engine.casts)  # the graph tells nothing
     audits = [] if takes_module or cast else audit_steps(built, graph)
     check = verify_step(recipe, variant.name, built.artifact, engine, device, threshold, stage="engine")
     needs: dict[str, StepRef] = {**check.inputs, **{str(name): name for name in checks}}

@@ -75,28 +75,31 @@ def lower_precision(resolved: ResolvedRecipe, variant: Variant, graph: StepRef, 
     given = _prepare_graph(resolved, request, graph)
     (step,) = passes_for("precision", recipe, request=request)
     assert isinstance(step, PrecisionPass)
-    subject = (name,) if kind.rest != "fp32" and not kind.searched else (name, variant.engine.name)
+    metric = quality if quality and recipe.budgets.max_drop is not None else None
+    searched_for = kind.searched or (kind.lowered and recipe.searches_lowered)
+    subject = (name, variant.engine.name) if searched_for else (name,)
     graph_there = StepRef("quantize" if trained else "precision", *subject)
     needs = {"model": given.graph, "ranges": given.calibration}
     steps: list[Step] = list(given.steps)
     searched: tuple[StepRef, ...] = ()
     assign: StepRef | None = None
     rescaled: dict[str, StepRef] = {}
-    if kind.searched:
+    if searched_for:
         goal = Goal(
             threshold=kind.threshold,
             min_sqnr_db=recipe.min_sqnr_db,
             max_drop=recipe.budgets.max_drop,
-            quality=quality.task if quality and recipe.budgets.max_drop is not None else None,
+            quality=metric.task if metric else None,
             simulation=simulation(),
         )
-        more = list(_search(recipe, variant, request, step, goal, given, graph, subject, quality))
+        more = list(_search(recipe, variant, request, step, goal, given, graph, subject, metric))
         steps += more
         trials = [step for step in more if isinstance(step.task, Search)]
         rescaled = trials[0].optional_inputs
         searched, assign = tuple(step.id for step in trials), more[-1].id
         needs["assignment"] = assign
-    lower = LowerForm(step=step) if rescaled else Transform(step=step)
+    casts = variant.casts and searched_for
+    lower = LowerForm(step=step, casts=casts) if rescaled or casts else Transform(step=step)
     steps.append(Step(graph_there, lower, needs, rescaled))
     recovered: tuple[StepRef, ...] = ()
     if trained:
@@ -202,15 +205,22 @@ def _search(
     subject: tuple[str, ...],
     quality: Step | None,
 ) -> Iterator[Step]:
-    """Plan the ranking by sensitivity, the search, and the assignment that comes of it."""
+    """Plan the ranking by sensitivity, the search, and the assignment that comes of it.
+
+    A graph that is lowered as a whole has no ranges to choose, and its speed is not compared with that of others: if
+    everything passes, one trial is enough.
+    """
     options, engine, device = recipe.quantization, variant.engine, variant.device
+    precision = KINDS[step.precision]
     needs: dict[str, StepRef] = {"model": given.graph, "ranges": given.calibration, REFERENCE: REFERENCE}
     few = feeder(recipe).model_copy(update={"samples": min(recipe.samples, _RANKING_SAMPLES)})
     least = _LEAST_SHARE if recipe.variants == "found" else 0.0
-    ranking = Sensitivity(step=step.rounding_inputs(), feeder=few, least_share=least)
+    measured = step if precision.lowered else step.rounding_inputs()
+    ranking = Sensitivity(step=measured, feeder=few, least_share=0.0 if precision.lowered else least)
     bits = options.weight_bits or engine.weight_bits(device)
     alike = ("symmetric" if step.placement == "inputs" else "asymmetric", f"w{bits}")
-    sensitivity = Step(StepRef("sensitivity", step.precision, *alike), ranking, dict(needs))  # engines share it
+    ref = StepRef("sensitivity", step.precision, *(() if precision.lowered else alike))  # engines share it
+    sensitivity = Step(ref, ranking, dict(needs))
     yield sensitivity
     needs["sensitivity"] = sensitivity.id
     forms: dict[str, StepRef] = {}
@@ -218,24 +228,29 @@ def _search(
         rescale = Step(sensitivity.id.with_kind(kind), task, dict(needs), dict(forms))
         yield rescale
         forms[form] = rescale.id
-    if goal.quality is not None and quality is not None:
+    if quality is not None:
         needs[BASELINE] = quality.inputs[BASELINE]
-    if not variant.unavailable and step.placement == engine.placement:  # else its speed there says nothing
+    runs_here = not variant.unavailable and (precision.lowered or step.placement == engine.placement)
+    if runs_here and engine.needs_shapes:
+        needs[SHAPES] = SHAPES
+    if runs_here and not precision.lowered:  # with pairs elsewhere, its speed says nothing
         untouched = StepRef("build", replace(variant.name, precision="fp32"))
         float_build = Step(untouched, Build(engine=engine, device=device), {"model": graph})
         if engine.needs_shapes:
             float_build = replace(float_build, inputs={**float_build.inputs, SHAPES: SHAPES})
-            needs[SHAPES] = SHAPES
         yield float_build
         needs[FLOAT] = float_build.id
-    methods = _FIRST_METHODS if options.ranges == "auto" and KINDS[step.precision].calibrated else (step.method,)
-    choosable = step.placement == engine.placement and KINDS[step.precision].calibrated
+    methods: tuple[str, ...] = ("",) if precision.lowered else (step.method,)
+    if precision.calibrated and options.ranges == "auto":
+        methods = _FIRST_METHODS
+    choosable = step.placement == engine.placement and precision.calibrated
     signs = (True, False) if choosable and engine.prefers_signed(device) else (False,)
-    correctable = KINDS[step.precision].calibrated and options.ranges == "auto" and not options.bias_correction
-    corrections = (False, True) if correctable else (options.bias_correction,)
+    correctable = precision.calibrated and options.ranges == "auto" and not options.bias_correction
+    corrections = (False, True) if correctable else (options.bias_correction and not precision.lowered,)
+    keep = () if precision.lowered else options.keep  # the pass itself keeps any nodes, not only groups
     trial = partial(
-        Search, step=step, engine=engine, device=device, goal=goal, methods=methods, signs=signs, keep=options.keep,
-        corrections=corrections, max_size_bytes=recipe.budgets.max_size_bytes, timed=FLOAT in needs,
+        Search, step=step, engine=engine, device=device, goal=goal, signs=signs, corrections=corrections, keep=keep,
+        methods=methods, casts=variant.casts, max_size_bytes=recipe.budgets.max_size_bytes, runs_here=runs_here,
     )  # fmt: skip
     trained = variant.name.quantizer == "qat"
     count = options.search_steps
@@ -250,7 +265,7 @@ def _search(
     if trained:
         subject = (*subject, "everything")
     to_train = ("needed" if recipe.variants == "found" else "asked") if trained else ""
-    assign = Assign(step=step, keep=options.keep, to_train=to_train)
+    assign = Assign(step=step, keep=keep, to_train=to_train, casts=variant.casts)
     needs = {trial_role(1): first, "sensitivity": sensitivity.id}
     later = {**forms, **trials}  # a trial that fails, or that no time is left for, ends the search and not the variant
     yield Step(StepRef("assign", *subject), assign, needs, later)

@@ -11,7 +11,7 @@ from enginesmith.pipeline.engines.base import Configuration, Engine
 from enginesmith.pipeline.engines.options import ModuleOptions
 from enginesmith.pipeline.frameworks.onnx import coverage, model_file
 from enginesmith.pipeline.frameworks.source import Source, resolve
-from enginesmith.pipeline.passes.quantize.precisions import Quantizer
+from enginesmith.pipeline.passes.quantize.precisions import KINDS, Name, Quantizer
 from enginesmith.pipeline.planning.plan import LOAD, StepRef, Variant, VariantName
 from enginesmith.pipeline.recipe import Recipe
 from enginesmith.pipeline.system.device import Device
@@ -71,7 +71,7 @@ def list_variants(
 
     Where they have to run ``here``, they say what this machine lacks for that. ``graphs``: whether engines that can
     replay CUDA graphs do so, each choice a variant. Engines that can ``cast`` a float32 graph by themselves do so,
-    unless inputs and outputs are to be cast, too, or nodes are to be kept.
+    unless inputs and outputs are to be cast, too, or nodes are to be kept; a search may find some that are.
     """
     recipe = resolved.recipe
     taken = {str(VariantName(BASELINES["torch"], "fp32"))}  # the model as it is
@@ -98,9 +98,15 @@ def list_variants(
                 runnable = config.engine.runnable(variant.device) if here and engine.kinds == ("cuda",) else None
                 unavailable = "" if runnable is None or runnable.ok else runnable.reason
                 casts = cast and precision in engine.casts and not recipe.quantization.keep
-                lowering = None if precision == "fp32" or casts else precision
-                runs = variant.engine if casts else variant.engine.as_written()
-                yield replace(variant, engine=runs, unavailable=unavailable, lowering=lowering)
+                whole = casts and not _may_keep(resolved, precision)
+                lowering = None if precision == "fp32" or whole else precision
+                yield replace(variant, unavailable=unavailable, lowering=lowering, casts=casts)
+
+
+def _may_keep(resolved: ResolvedRecipe, precision: Name) -> bool:
+    """Tell whether a search may keep nodes in float32 of a graph that its engine casts: where it can be lowered."""
+    recipe, kind = resolved.recipe, KINDS[precision]
+    return recipe.searches_lowered and kind.lowered and resolved.given_opset >= kind.opset
 
 
 def _explain_whole_cast(recipe: Recipe, engine: type[Engine], precision: str) -> str:

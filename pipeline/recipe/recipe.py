@@ -233,6 +233,11 @@ class Recipe(EngineOptions, ModelOptions):
         return self.eval_data or self.choice_data
 
     @property
+    def searches_lowered(self) -> bool:
+        """Whether groups of a graph in a narrow float may stay in float32: for a metric alone."""
+        return self.budgets.max_drop is not None and self.evaluation_data is not None
+
+    @property
     def choice_data(self) -> str | None:
         """The data that searches judge their trials on: of ``data`` other samples than those of the evaluation."""
         return self.data or self.eval_data or self._zoo_data

@@ -23,7 +23,7 @@ from enginesmith.pipeline.frameworks.onnx import coverage, edit, evaluator, ir, 
 from enginesmith.pipeline.passes.base import Pass, PrecisionPass, Progress, Records
 from enginesmith.pipeline.passes.quantize import layers, layerwise_error, precision
 from enginesmith.pipeline.passes.quantize.activation_capture import ActivationCapture, open_activation_capture
-from enginesmith.pipeline.passes.quantize.precisions import WEAK_DB, Cause, Form
+from enginesmith.pipeline.passes.quantize.precisions import KINDS, WEAK_DB, Cause, Form
 from enginesmith.pipeline.passes.quantize.search import GroupFact
 from enginesmith.pipeline.passes.run import run_pass
 from enginesmith.pipeline.system.device import Device
@@ -60,6 +60,7 @@ class Impact(NamedTuple):
 class Sensitivity(Task):
     """List the groups of a float graph, with the work in each and the error that each brings in when quantized.
 
+    For a graph that is lowered as a whole, no errors are measured, as a search asks for groups only where that fails.
     The error in a group's own output is measured for all of them in one pass over the data. It does not tell what is
     left of a part of the answers in another unit: where there is one, each group is quantized alone, too.
     """
@@ -87,6 +88,8 @@ class Sensitivity(Task):
         kinds = {node.name: "grouped Conv" if node.name in grouped else node.op_type for node in floating.graph}
         sizes = samples.read(inputs["reference"].folder).ranges
         work = coverage.count_macs(model.path, {name: range_.opt for name, range_ in sizes.items()})
+        if KINDS[self.step.precision].lowered:
+            return self._list_lowered(inputs, groups, kinds, work, out, progress)
         try:
             ratios, shifts, left, reads = self._measure_errors(inputs, groups, progress)
         except layers.NothingToQuantize as error:
@@ -126,6 +129,42 @@ class Sensitivity(Task):
             rejected = f"only {share:.1%} of the multiply-adds have a form in {self.step.precision}"
         summary = f"{len(records)} groups, {len(known)} measured{worst}"
         return Effect(file=RECORDS, summary=summary, reads=reads, rejected=rejected, incomplete=not measured)
+
+    def _list_lowered(
+        self,
+        inputs: Inputs,
+        groups: Sequence[layers.QuantizableOp],
+        kinds: Mapping[str | None, str],
+        work: Mapping[str, int],
+        out: Path,
+        progress: Progress,
+    ) -> Effect:
+        """List the groups of a graph that is lowered as a whole; of those that stay in float32 anyway, say why.
+
+        An engine that casts by itself may have a graph in the precision that cannot be lowered.
+        """
+        with tempfile.TemporaryDirectory(prefix="enginesmith-sensitivity-") as folder:
+            records = {name: artifact for name, artifact in inputs.items() if name == RANGES}
+            try:
+                run_pass(self.step, inputs[MODEL], Path(folder), progress, records)
+                reasons = {entry["group"]: _explain_wide(entry, self.step) for entry in precision.read(Path(folder))}
+            except ModelError as error:
+                reasons = {group.name: error.message for group in groups}
+        facts = [
+            GroupFact(
+                name=group.name,
+                module=group.module,
+                kind=kinds[group.name],
+                macs=work.get(group.name, group.parameters),
+                sqnr_db=None,
+                reason=reasons[group.name],
+                given=group.given,
+            )
+            for group in groups
+        ]
+        write_records(out, facts)
+        kept = sum(bool(fact.reason) for fact in facts)
+        return Effect(file=RECORDS, summary=f"{len(facts)} groups, {kept} of them in float32 anyway")
 
     def _find_lost_parts(
         self, inputs: Inputs, ratios: Mapping[str, float], progress: Progress
@@ -202,6 +241,11 @@ class Sensitivity(Task):
         return ratios, shifts, left, reads
 
 
+def _explain_wide(entry: Mapping[str, str], step: PrecisionPass) -> str:
+    """Explain why a group was not lowered; empty if it was."""
+    return "" if entry["precision"] == step.precision else entry["why"] or "it is not lowered"
+
+
 def measure_impacts(
     step: PrecisionPass,
     form: Form,
@@ -213,7 +257,7 @@ def measure_impacts(
 ) -> tuple[dict[str, Impact], bool]:
     """Measure the impact of each of these groups that can be quantized, by name.
 
-    ``records`` has the assignment by which ``step`` quantizes everything. Nothing is measured without Q/DQ pairs, where
+    ``records`` has the assignment by which ``step`` quantizes everything. Nothing is measured without pairs, where
     no output is a float in a fixed order, and where the graph cannot be run with single groups quantized. After a share
     of the time that is left, fewer samples have to do; returns also whether time was enough for one. If not, nothing is
     measured.

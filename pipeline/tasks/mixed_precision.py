@@ -19,7 +19,7 @@ from enginesmith.pipeline.engines.base import BuildRequest, Engine, Session
 from enginesmith.pipeline.errors import MissingCapability, ModelError
 from enginesmith.pipeline.frameworks import samples
 from enginesmith.pipeline.frameworks.fidelity import Fidelity, compare_calls, describe_failure, thresholds_for
-from enginesmith.pipeline.frameworks.onnx import evaluator, model_file
+from enginesmith.pipeline.frameworks.onnx import edit, evaluator, model_file
 from enginesmith.pipeline.measure.quality import Quality as Judged
 from enginesmith.pipeline.passes.base import PrecisionPass, Progress
 from enginesmith.pipeline.passes.quantize.layers import find_kept
@@ -69,7 +69,7 @@ _FAR = 1e9
 
 
 class Goal(BaseModel, frozen=True, extra="forbid"):
-    """Judge a quantized graph: by the metric where a drop was allowed, else by nearness to eager."""
+    """Judge a graph in few bits: by the metric where a drop was allowed, else by nearness to eager."""
 
     threshold: str
     """Row of the fidelity thresholds."""
@@ -154,7 +154,7 @@ class Search(Task):
 
     time_share: float = Field(0.5, exclude=True)  # of all trials together
     step: SerializeAsAny[PrecisionPass]
-    """The precision, with everything quantized."""
+    """The precision, with everything quantized, or lowered."""
     engine: SerializeAsAny[Engine]
     device: Device
     goal: Goal
@@ -168,12 +168,14 @@ class Search(Task):
     advice: Advice = NO_ADVICE
     """The order of the trials that earlier searches suggest."""
     max_size_bytes: int | None = None
-    timed: bool = False
-    """True where speed decides, too: what is found then holds for this machine alone."""
+    runs_here: bool = False
+    """The engine itself runs the trials, and speed may decide, too: what is found then holds for this machine alone."""
+    casts: bool = False
+    """The engine casts the float graph by itself, where nothing is to stay in float32."""
 
     @property
     def environment_key(self) -> dict[str, Any]:
-        return this_machine() if self.timed else {}
+        return this_machine() if self.runs_here else {}
 
     @property
     def tools(self) -> tuple[str, ...]:
@@ -228,14 +230,14 @@ class Search(Task):
             out.mkdir()
             speedup, fits = None, True
             try:
-                if FLOAT not in inputs:
+                if not self.runs_here:
                     raise MissingCapability(f"{self.engine.name} cannot run on this machine")
                 effect = self.engine.build(BuildRequest(graph, out, self.device, read_ranges(inputs), progress))
                 built = scratch_artifact("engine", out / effect.file, graph.signature)
                 size = sum(file.stat().st_size for file in out.iterdir())
                 fits = self.max_size_bytes is None or size <= self.max_size_bytes
                 judged, reads = self.goal.judge(self.engine, built, self.device, inputs, progress)
-                if judged.passed:
+                if judged.passed and FLOAT in inputs:
                     sides = {"float": (self.engine, inputs[FLOAT]), "quantized": (self.engine, built)}
                     _, row = measure_beside(sides, self.device, inputs[REFERENCE], _SPEED_SECONDS, progress)
                     speedup = row.speedup.median if row.speedup else None
@@ -276,6 +278,8 @@ class Search(Task):
     def _quantize(
         self, candidate: Candidate, groups: Sequence[GroupFact], inputs: Inputs, scratch: Path, progress: Progress
     ) -> Artifact:
+        if self.casts and self.runs_here and not candidate.kept:
+            return inputs[MODEL]
         out, file = scratch / "graph", scratch / RECORDS
         out.mkdir()
         file.write_text(json.dumps(assignment(groups, candidate, self.step, {})), encoding="utf-8")
@@ -301,6 +305,8 @@ class Assign(Task):
     to_train: Literal["", "asked", "needed"] = ""
     """Where the graph is trained next: all that can be is quantized, as in the trial that came nearest to the goal.
     ``needed``: it is not, where such a trial reached the goal; the trial may have had a little in floating point."""
+    casts: bool = False
+    """The engine casts the float graph by itself, where nothing is to stay in float32: then it chooses each type."""
 
     def run(self, inputs: Inputs, out: Path, progress: Progress) -> Effect:
         forms, trials = read_forms(inputs, self.step), _read_trials(inputs)
@@ -311,13 +317,16 @@ class Assign(Task):
             chosen = winner or min(trials, key=lambda trial: trial.error)
             rejected = "" if winner else f"none of {len(trials)} trials reaches the goal: {chosen.reason}"
         groups = forms[chosen.form]
+        if self.casts and not chosen.kept:
+            groups = [group.model_copy(update={"reason": ""}) for group in groups]
         asked = sum(role.split()[0] == _TRIAL for role in inputs)
         end = "the time was over" if len(trials) < asked else "the search ended before"
         reasons = {name: _explain_kept(name, chosen, trials, end) for name in chosen.kept}
         reasons |= dict.fromkeys(find_kept(self.keep, groups), "asked for")
         rows = _with_causes(assignment(groups, chosen, self.step, reasons), forms["given"])
+        low = self.step.precision.partition("+")[0]
         quantized = count_quantized(chosen, groups)
-        summary = f"{quantized} of {len(groups)} groups quantized"
+        summary = f"{quantized} of {len(groups)} groups {'quantized' if chosen.method else f'in {low}'}"
         if self.to_train:
             summary += f", to be trained; as tried: {chosen.why}"
         else:
@@ -327,9 +336,8 @@ class Assign(Task):
                 if row["group"] in impacts:
                     row["answer_change"] = math.sqrt(impacts[row["group"]])
             rescaled = f", {FORM_WORDS[chosen.form]}" if chosen.form in FORM_WORDS else ""
-            summary += f"{rescaled}, ranges by {chosen.method}"
-            if not quantized:
-                low = self.step.precision.partition("+")[0]
+            summary += f"{rescaled}, ranges by {chosen.method}" if chosen.method else ""
+            if not quantized and (chosen.method or chosen.kept):
                 slower = any(trial.passed and len(trial.kept) < len(chosen.kept) for trial in trials)
                 nothing = f"the goal is reached only with nothing in {low}"
                 rejected = rejected or (
@@ -385,7 +393,8 @@ def _explain_kept(name: str, chosen: Trial, trials: Sequence[Trial], end: str) -
         return "among the most sensitive groups; the goal is reached with it quantized, too, but slower"
     if _is_needed(name, chosen, trials):
         return "among the most sensitive groups; the goal needs it"
-    return f"among the most sensitive groups; not tried quantized with the others in floating point, as {end}"
+    otherwise = "quantized with the others in floating point" if chosen.method else "lowered with the others in float32"
+    return f"among the most sensitive groups; not tried {otherwise}, as {end}"
 
 
 def _is_needed(name: str, chosen: Trial, trials: Sequence[Trial]) -> bool:
@@ -420,6 +429,7 @@ def assignment(
             "operator": group.kind,
             "precision": _name_rest(group, rest) if group.name in chosen.kept or group.reason else low,
             "why": group.reason or reasons.get(group.name, ""),
+            "anyway": bool(group.reason),
             "form": chosen.form,
             "signed": chosen.signed,
             "method": chosen.method,
@@ -441,13 +451,23 @@ def read_form(assignment: Artifact) -> str:
     return next((str(entry["form"]) for entry in read_records(assignment)), "given")
 
 
+def _keeps_any(assignment: Artifact) -> bool:
+    """Tell whether an assignment keeps groups in float32 that could be in another precision."""
+    return any(entry["precision"] == "fp32" and not entry["anyway"] for entry in read_records(assignment))
+
+
 class LowerForm(Transform):
     """Bring that form of the graph into another precision which the assignment names."""
+
+    casts: bool = False
+    """The engine casts the float graph by itself, where nothing is to stay in float32: then that is handed on."""
 
     def run(self, inputs: Inputs, out: Path, progress: Progress) -> Effect:
         chosen = inputs[ASSIGNMENT]
         form = read_form(chosen)
         model, records = find_form(form, inputs)
+        if self.casts and not _keeps_any(chosen):
+            return edit.pass_on(model.path, out, "nothing stays in float32, so the engine casts it by itself")
         effect = run_pass(self.step, model, out, progress, {**records, ASSIGNMENT: chosen})
         if form == "given":
             return effect

@@ -30,10 +30,11 @@ from enginesmith.pipeline.recipe import make
 from enginesmith.pipeline.store.store import Store
 from enginesmith.pipeline.system import software
 from enginesmith.pipeline.system.device import Device
+from enginesmith.pipeline.tasks.build import Transform
 from enginesmith.pipeline.tasks.finetune import TEACHER, TrainGraph
 from enginesmith.pipeline.tasks.graph_forms import MULTIPLIED, RESCALED, Rescale
 from enginesmith.pipeline.tasks.load import Shapes
-from enginesmith.pipeline.tasks.mixed_precision import ASSIGNMENT, Assign, Goal, LowerForm, Search, assignment
+from enginesmith.pipeline.tasks.mixed_precision import ASSIGNMENT, FLOAT, Assign, Goal, LowerForm, Search, assignment
 from enginesmith.pipeline.tasks.nncf import QuantizeWithNncf
 from enginesmith.pipeline.tasks.quality import BASELINE, Quality
 from enginesmith.pipeline.workflows import stages
@@ -51,6 +52,7 @@ def ids(found: Plan) -> list[str]:
     "values",
     [
         {"precisions": ["fp32", "fp16", "bf16", "int8", "int8+fp16", "int8-dynamic", "fp8", "int4-weights"]},
+        {"precisions": ["fp16", "bf16"], "prune": ["macs=-50%"], "recover": "distil", "budgets": {"max_drop": 0.01}},
         {"precisions": ["int8"], "quantization": {"equalize": True, "smooth": 0.5}},
         {"precisions": ["int4-weights"], "quantization": {"awq": True}, "budgets": {"max_drop": 0.01}},
         {"precisions": ["int8"], "engines": ["onnxruntime", "tensorrt_rtx"], "targets": ["sm86", "sm89"]},
@@ -268,6 +270,46 @@ def test_the_metric_is_searched_for_only_with_a_budget() -> None:
     without = planned(precisions=["int8"])
     needs = [next(s for s in one.steps if s.id.startswith("search-")).inputs for one in (with_budget, without)]
     assert ["baseline" in one for one in needs] == [True, False]
+
+
+@pytest.mark.parametrize(
+    "values", [{}, {"budgets": {"max_drop": 0.01}}, {"data": "digits"}, {"min_sqnr_db": 30.0}], ids=str
+)
+def test_what_is_lowered_as_a_whole_is_searched_for_a_metric_alone(values: dict[str, Any]) -> None:
+    made = planned(engines=["onnxruntime"], precisions=["fp16"], **values)
+    searched = {step.id.kind for step in made.steps if step.id.kind in ("search", "sensitivity", "assign")}
+    lowering = {step.id: type(step.task) for step in made.steps if step.id.kind == "precision"}
+    if "budgets" in values:
+        assert searched == {"search", "sensitivity", "assign"}
+    else:
+        assert (searched, lowering) == (set(), {"precision-fp16": Transform})
+
+
+def test_a_search_of_what_is_lowered_tries_groups_alone_and_no_speed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(openvino.session, "computes_in_bf16", lambda: True)
+    asked: dict[str, Any] = {"engines": ["onnxruntime", "openvino", "eager"], "precisions": ["fp16", "bf16"]}
+    made = planned(**asked, budgets={"max_drop": 0.01}, quantization={"bias_correction": True})
+    steps = {step.id: step for step in made.steps}
+    first = {name: step for name, step in steps.items() if name.startswith("search-") and name.endswith("-1")}
+    assert set(first) == {f"search-{low}-{engine}-1" for low in ("fp16", "bf16") for engine in asked["engines"][:2]}
+    for name, step in first.items():
+        task = step.task
+        assert isinstance(task, Search)
+        assert (task.methods, task.signs, task.corrections, task.keep) == (("",), (False,), (False,), ())
+        assert {FLOAT, RESCALED, MULTIPLIED}.isdisjoint(step.sources | step.inputs.keys())
+        assert step.inputs[BASELINE]
+        assert task.runs_here
+        assert task.casts is (name == "search-bf16-openvino-1")
+    lowering = {name: getattr(step.task, "casts", None) for name, step in steps.items() if name.startswith("precision")}
+    assert lowering == {
+        "precision-fp16-onnxruntime": None,
+        "precision-bf16-onnxruntime": None,
+        "precision-fp16-openvino": None,
+        "precision-bf16-openvino": True,
+    }
+    assert steps["build-openvino-bf16"].inputs["model"] == "precision-bf16-openvino"
+    assert "audit-precision-bf16-openvino" not in steps
+    assert {variant.engine.name for variant in made.variants if not variant.search} == {"eager"}
 
 
 def test_static_precisions_need_data_or_the_word() -> None:

@@ -297,9 +297,9 @@ def test_what_an_engine_answered_is_not_taken_by_another_kind_of_processor(
     assert task.machine_specific != elsewhere_too
 
 
-@pytest.mark.parametrize(("timed", "key"), [(True, {"machine": "here"}), (False, {})])
-def test_a_search_that_speed_decides_holds_for_one_machine(
-    timed: bool, key: dict[str, str], monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(("runs_here", "key"), [(True, {"machine": "here"}), (False, {})])
+def test_a_search_that_the_engine_itself_decides_holds_for_one_machine(
+    runs_here: bool, key: dict[str, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(mixed_precision, "this_machine", lambda: {"machine": "here"})
-    assert mixed_precision.Search.model_construct(timed=timed).environment_key == key
+    assert mixed_precision.Search.model_construct(runs_here=runs_here).environment_key == key

@@ -41,10 +41,14 @@ _PRIMING_SIDE = 64
 _REPRODUCE = """
 import openvino
 
-compiled = openvino.Core().compile_model(MODEL, "CPU", {{"INFERENCE_PRECISION_HINT": "{floats}"}})
+graph = openvino.Core().read_model(MODEL)
+floats = {floats}
+compiled = openvino.Core().compile_model(graph, "CPU", {{"INFERENCE_PRECISION_HINT": floats}})
 answers = compiled([inputs[name] for name in INPUTS])  # in order: an input that is passed on loses its name
 found = {{name: answers[place] for place, name in enumerate(OUTPUTS)}}
 """
+_WRITTEN_OR_CAST = """{value.get_element_type() for node in graph.get_ops() for value in node.outputs()}
+floats = "f32" if openvino.Type.bf16 in floats else "bf16"  # a graph that has bfloat16 itself is not cast"""
 
 
 class OpenVINO(Engine):
@@ -66,8 +70,6 @@ class OpenVINO(Engine):
 
     floats: session.FloatType = "f32"
     """Type that floating-point layers compute in, where the processor has instructions for it."""
-    typed: bool = False
-    """The graph itself has the types; of bfloat16, OpenVINO then computes what is in it, and no more."""
     session_options: tuple[str, ...] = ()
     """Options of the compiled model that are not the defaults: ``INFERENCE_NUM_THREADS=1``."""
     fixed_batches: tuple[int, ...] = ()
@@ -90,14 +92,6 @@ class OpenVINO(Engine):
     def prefers_signed(cls, device: Device) -> bool:
         """Prefer them with AMX, which multiplies two signed numbers: a reader of text takes 0.73 of the time."""
         return "amx_int8" in vector_units()
-
-    def as_written(self) -> Self:
-        return self.model_copy(update={"typed": self.floats == "bf16"})
-
-    @property
-    def _hint(self) -> session.FloatType:
-        """Type that OpenVINO casts layers to: with f32, those in bfloat16 stay, and those in float16 would not."""
-        return "f32" if self.typed else self.floats
 
     @property
     def arithmetic(self) -> str:
@@ -130,8 +124,9 @@ class OpenVINO(Engine):
 
     def package_facts(self, main: Path, device: Device) -> PackageFacts:
         record = main.parent / _AUDIT
-        needed = profiler.Audit.model_validate_json(record.read_bytes()).options if record.is_file() else {}
-        options = session.compile_options(device.threads, self._hint) | needed | self._tuned_options
+        audit = profiler.Audit.model_validate_json(record.read_bytes()) if record.is_file() else None
+        options = session.compile_options(device.threads, audit.floats if audit and audit.floats else self.floats)
+        options |= (audit.options if audit else {}) | self._tuned_options
         return PackageFacts(options={**options, _FIXED: self.fixed_batches})
 
     @classmethod
@@ -142,7 +137,7 @@ class OpenVINO(Engine):
         return cls(floats=floats, session_options=tuned, fixed_batches=fixed[:_MOST_FIXED])
 
     def reproduce(self, device: Device) -> str:
-        return _REPRODUCE.format(floats=self._hint)
+        return _REPRODUCE.format(floats=_WRITTEN_OR_CAST if self.floats == "bf16" else f'"{self.floats}"')
 
     @classmethod
     def triton(cls) -> TritonBackend:
@@ -166,7 +161,7 @@ class OpenVINO(Engine):
             session.mark_float32(graph, [node for node, _ in wide])
         session.load_openvino().save_model(graph, out / _MODEL, compress_to_fp16=False)
         saved = session.read_graph(out / _MODEL)
-        compiled = session.compile_graph(saved, artifact.path.name, request.device, self._hint)
+        compiled = session.compile_graph(saved, artifact.path.name, request.device, self.floats)
         rounded, int8_products = profiler.find_rounded(source)
         layers = list(profiler.read_layers(compiled, rounded))
         audit = profiler.audit(layers, int8_products)
@@ -175,6 +170,7 @@ class OpenVINO(Engine):
         additions = {
             "options": session.find_workarounds(graph, fixed=fixed),
             "whole_numbers": find_whole_numbers(source),
+            "floats": session.choose_hint(saved, self.floats),
         }
         record = audit.model_copy(update=additions)
         (out / _AUDIT).write_text(record.model_dump_json(indent=1), encoding="utf-8")
@@ -228,7 +224,7 @@ class OpenVINO(Engine):
 
         def compile_for(batch: int | None) -> Any:
             graph = session.read_graph(file) if batch is None else session.read_with_batch(file, signature, batch)
-            return session.compile_graph(graph, file.name, device, self._hint, **tuned, **more)
+            return session.compile_graph(graph, file.name, device, self.floats, **tuned, **more)
 
         able = session.has_only_a_batch(signature)
         return session.OpenVINOSession(session.Compiled(compile_for, self.fixed_batches if able else ()), signature)
@@ -242,7 +238,7 @@ class OpenVINO(Engine):
         with tempfile.TemporaryDirectory() as folder:
             path = Path(folder, _MODEL)
             openvino.save_model(openvino.Model([product], [side], "prime"), path, compress_to_fp16=False)
-            compiled = session.compile_graph(session.read_graph(path), path.name, device, self._hint)
+            compiled = session.compile_graph(session.read_graph(path), path.name, device, self.floats)
         compiled.create_infer_request().infer([np.ones((_PRIMING_SIDE, _PRIMING_SIDE), np.float32)])
 
 

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from pydantic import BaseModel
 
 from enginesmith.pipeline.engines.onnxruntime.profiler import Provenance
-from enginesmith.pipeline.engines.openvino.session import OpenVINOSession
+from enginesmith.pipeline.engines.openvino.session import FloatType, OpenVINOSession
 from enginesmith.pipeline.engines.openvino.whole_numbers import WholeNumbers
 from enginesmith.pipeline.engines.profiling import OperatorTime, Origin, Profiled, ProfileRequest, Tally, warm_up
 from enginesmith.pipeline.frameworks.onnx import model_file
@@ -61,6 +61,8 @@ class Audit(BaseModel, frozen=True):
     """Names of those among them that run in floating point."""
     options: dict[str, str] = {}
     """Options without which OpenVINO would compute the graph wrongly where its batch is fixed."""
+    floats: FloatType | None = None
+    """Type that OpenVINO casts layers to; None in records of before."""
     whole_numbers: WholeNumbers = WholeNumbers()
     """Nodes whose whole numbers may be larger than it computes right."""
 

@@ -170,8 +170,21 @@ def mark_float32(graph: "openvino.Model", nodes: Iterable["onnx.NodeProto"]) -> 
                 waiting += [value.get_node() for value in before if not value.get_names()]
 
 
-def compile_graph(graph: "openvino.Model", name: str, device: Device, hint: FloatType, **more: Any) -> Any:
+def choose_hint(graph: "openvino.Model", floats: FloatType) -> FloatType:
+    """Choose the type that OpenVINO casts layers to, to compute a graph in ``floats``.
+
+    One that has bfloat16 itself is computed as it is written: with f32, what is in bfloat16 stays, as what is in
+    float16 would not.
+    """
+    if floats != "bf16":
+        return floats
+    types = {value.get_element_type().get_type_name() for node in graph.get_ops() for value in node.outputs()}
+    return "f32" if "bf16" in types else "bf16"
+
+
+def compile_graph(graph: "openvino.Model", name: str, device: Device, floats: FloatType, **more: Any) -> Any:
     """Compile a graph for this processor; errors name ``name``, and are those of :func:`read_graph`."""
+    hint = choose_hint(graph, floats)
     options = {**compile_options(device.thread_count, hint), **find_workarounds(graph), **more}
     try:
         return core().compile_model(graph, "CPU", options)

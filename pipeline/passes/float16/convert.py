@@ -67,7 +67,7 @@ def lower(
         UsageError: ``keep`` names a node that is not there.
         InvalidGraph: the graph is in a low type already.
     """
-    target, opset = _find_type(dtype), model.opset_imports.get("", 1)
+    target, opset = find_type(dtype), model.opset_imports.get("", 1)
     _prepare(model)
     _check(model, keep)
     judged = judge(model.graph, opset, target.name.lower(), keep, largest)
@@ -104,7 +104,8 @@ def _find_remedy(graph: "ir.Graph", opset: int, dtype: str) -> str:
     return "use fp32"
 
 
-def _find_type(dtype: Half) -> "ir.DataType":
+def find_type(dtype: Half) -> "ir.DataType":
+    """Find ONNX's type of a half precision."""
     return {"fp16": ir.DataType.FLOAT16, "bf16": ir.DataType.BFLOAT16}[dtype]
 
 
@@ -141,15 +142,15 @@ def _check(model: "ir.Model", keep: Collection[str]) -> None:
 
 
 def _convert(source: "ir.TensorProtocol", dtype: "ir.DataType", name: str, *, mask: bool = False) -> "ir.LazyTensor":
-    """Return a constant of float32 in another float type, see :func:`_narrow`."""
+    """Return a constant of float32 in another float type, see :func:`narrow`."""
 
     def make() -> "ir.TensorProtocol":
-        return ir.tensor(_narrow(source.numpy(), dtype, mask=mask), name=name)
+        return ir.tensor(narrow(source.numpy(), dtype, mask=mask), name=name)
 
     return ir.LazyTensor(make, dtype, ir.Shape(source.shape.numpy()), name=name)
 
 
-def _narrow(array: Array, dtype: "ir.DataType", *, mask: bool = False) -> Array:
+def narrow(array: Array, dtype: "ir.DataType", *, mask: bool = False) -> Array:
     """Round to nearest in another float type; what is beyond its range is brought to its end, infinities are kept.
 
     A mask goes to half of the range, infinities too: scores are added to it, and the sum must not become NaN.
@@ -262,7 +263,7 @@ class _Retyper:
         if node.op_type == "ConstantOfShape":
             given = node.attributes.get("value")
             fill = given.as_tensor().numpy() if given is not None else np.zeros(1, np.float32)
-            node.attributes["value"] = ir.AttrTensor("value", ir.tensor(_narrow(fill, self._dtype)))
+            node.attributes["value"] = ir.AttrTensor("value", ir.tensor(narrow(fill, self._dtype)))
 
     def _drop_idle_casts(self, nodes: "Iterable[ir.Node]") -> None:
         """Remove casts of the given graph from a type to itself, now that both its sides are the same."""
@@ -325,7 +326,7 @@ def _fit_scales(graph: "ir.Graph", low: "dict[ir.Node, None]", dtype: "ir.DataTy
     for scale in scales:
         assert scale.const_value is not None
         before = scale.const_value.numpy()
-        after = np.maximum(_narrow(before, dtype).astype(np.float32), smallest)
+        after = np.maximum(narrow(before, dtype).astype(np.float32), smallest)
         if not np.array_equal(before, after):
             _set_content(scale, after)
             raised = after > before * (1 + 2.0**-8)  # mere rounding of the scale is let be

@@ -165,6 +165,20 @@ def get_input(node: "ir.Node", index: int) -> "ir.Value":
     return value
 
 
+def list_epilogue(node: "ir.Node") -> "list[ir.Node]":
+    """List the nodes that alone go on with what a node makes and read nothing else but constants, up to a product."""
+    nodes = [node]
+    while nodes[-1].outputs:
+        reader, _ = edit.find_only_reader(nodes[-1].outputs[0])
+        if reader is None or reader.op_type in PRODUCTS:
+            break
+        computed = [value for value in reader.inputs if value is not None and edit.read_constant(value) is None]
+        if len(computed) > 1:
+            break
+        nodes.append(reader)
+    return nodes[1:]
+
+
 def find_channel_statistics(node: "ir.Node", ranges: "Ranges | None") -> "ChannelStatistics | None":
     """Look up the statistics of what a product sums over; None where they are not known.
 

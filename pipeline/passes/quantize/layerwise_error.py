@@ -12,7 +12,8 @@ import numpy as np
 
 from enginesmith.calibration.ranges import ChannelStatistics, Ranges
 from enginesmith.pipeline.frameworks.onnx import edit, ir
-from enginesmith.pipeline.passes.quantize import layers
+from enginesmith.pipeline.passes.quantize import cast_pairs, layers
+from enginesmith.pipeline.passes.quantize.cast_pairs import find_adder
 from enginesmith.pipeline.passes.quantize.layers import CONVOLUTIONS, PRODUCTS, QuantizableOp
 from enginesmith.pipeline.passes.quantize.precisions import Cause
 from enginesmith.pipeline.passes.rescale.products import by_channel, inputs_first
@@ -102,9 +103,9 @@ def add_switches(
 ) -> tuple[str, ...]:
     """Give a graph a further input that says which of its groups are quantized, in place; return their names.
 
-    The input :data:`SWITCHES` is a bool for each of them. ``quantized`` is ``floating`` with pairs at the inputs of its
-    groups, and perhaps behind them and with biases that make up for the rounded weights. A value is rounded for the
-    group that reads it, and for all that read it with the group that writes it, as ``writers`` says.
+    The input :data:`SWITCHES` is a bool for each of them. ``quantized`` is ``floating`` with pairs (Q/DQ, or casts) at
+    the inputs of its groups, and perhaps behind them and with biases that make up for the rounded weights. A value is
+    rounded for the group that reads it, and for all that read it with the group that writes it, as ``writers`` says.
     """
     graph = quantized.graph
     products = {str(node.name): node for node in floating.graph if node.op_type in PRODUCTS}
@@ -117,7 +118,7 @@ def add_switches(
         changed = _list_changed(node, twin, graph)
         if not changed and not any(_find_rounded(value) for value in node.inputs):
             continue
-        adders = _find_adder(node), _find_adder(twin)
+        adders = find_adder(node), find_adder(twin)
         if adders[0] is not None and adders[1] is not None:
             changed += _list_changed(adders[0], adders[1], graph)
         switch = switches.add(str(node.name))
@@ -191,7 +192,7 @@ def _find_rounded(value: "ir.Value | None") -> "ir.Value | None":
     """Find the value that a pair rounds, from what comes out of it; None for other values."""
     restored = value.producer() if value is not None else None
     if restored is None or restored.op_type != _PAIR[1]:
-        return None
+        return cast_pairs.find_rounded(value)
     rounding = layers.get_input(restored, 0).producer()
     return layers.get_input(rounding, 0) if rounding is not None and rounding.op_type == _PAIR[0] else None
 
@@ -220,12 +221,6 @@ def _list_changed(node: "ir.Node", twin: "ir.Node", graph: "ir.Graph") -> "list[
         graph.register_initializer(constant)
         changed.append((node, index, constant))
     return changed
-
-
-def _find_adder(node: "ir.Node") -> "ir.Node | None":
-    """Return the node that adds the bias of a MatMul."""
-    reader, _ = edit.find_only_reader(node.outputs[0]) if node.op_type == "MatMul" else (None, 0)
-    return reader if reader is not None and reader.op_type == "Add" else None
 
 
 class _Copy:

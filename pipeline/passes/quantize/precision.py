@@ -19,9 +19,9 @@ from enginesmith.pipeline.artifact import Artifact, Effect
 from enginesmith.pipeline.errors import ModelError, UsageError
 from enginesmith.pipeline.frameworks.onnx import edit, ir
 from enginesmith.pipeline.passes.base import PrecisionPass, PrecisionRequest, Progress, Records, Stage, by_reason
-from enginesmith.pipeline.passes.float16.convert import Lowered, lower, mark_kept
+from enginesmith.pipeline.passes.float16.convert import Half, Lowered, lower, mark_kept
 from enginesmith.pipeline.passes.graph_pass import GraphPass
-from enginesmith.pipeline.passes.quantize import layers, qdq, weights
+from enginesmith.pipeline.passes.quantize import cast_pairs, layers, qdq, weights
 from enginesmith.pipeline.passes.quantize.layers import Correct, QuantizableOp, Quantized, find_kept
 from enginesmith.pipeline.passes.quantize.precisions import KINDS
 from enginesmith.pipeline.passes.quantize.quantizers import correct_bias
@@ -54,7 +54,7 @@ class Assignment:
     keep: frozenset[str] = frozenset()
     """Groups that are not to be quantized."""
     floating: frozenset[str] = frozenset()
-    """Groups that stay in float32, also where the rest is lowered."""
+    """Groups that were chosen to stay in float32, also where the rest is lowered."""
     why: Mapping[str, str] = field(default_factory=dict)
 
     @classmethod
@@ -85,7 +85,8 @@ class Assignment:
             )
         low = precision.partition("+")[0]
         wide_groups = frozenset(name for name, width in given.items() if width != low)
-        floating = frozenset(name for name in wide_groups if given[name] == "fp32")
+        anyway = {str(entry["group"]) for entry in entries if entry.get("anyway")}
+        floating = frozenset(name for name in wide_groups - anyway if given[name] == "fp32")
         return cls(methods[0] if methods else method, signed, corrected, wide_groups, floating, why)
 
 
@@ -103,7 +104,8 @@ class Precision(PrecisionPass, GraphPass):
     bias_correction: bool = False
     """Biases make up for the mean error of rounded weights; needs ranges with statistics by channel."""
     inputs_only: bool = False
-    """Only inputs of products are rounded, and the rest is float32, so that each product's error can be measured."""
+    """Only inputs of products are rounded, and the rest is float32, so that each product's error can be measured; of
+    fp16 and bf16, results of products, too."""
     keep: tuple[str, ...] = ()
     """Patterns of nodes and modules that stay in float32 in float16 and bfloat16; elsewhere an assignment says it."""
 
@@ -126,10 +128,10 @@ class Precision(PrecisionPass, GraphPass):
         return self.model_copy(update={"inputs_only": True, "placement": placement})
 
     def rounding_alone(self) -> Self:
-        return self if self._rules.outputs == "all" else self.rounding_inputs()
+        return self if self._low and self._rules.outputs == "all" else self.rounding_inputs()
 
     def find_writers(self, model: "ir.Model") -> "Mapping[ir.Value, str]":
-        return qdq.find_writers(model, self._rules)
+        return qdq.find_writers(model, self._rules) if self._low else cast_pairs.find_written(model)
 
     def explain_operator(self, operator: str) -> str:
         if not KINDS[self.precision].calibrated:
@@ -147,7 +149,7 @@ class Precision(PrecisionPass, GraphPass):
     @property
     def remainder(self) -> Literal["fp32", "fp16", "bf16"]:
         """Type of operators that are not quantized; CPUs have no float16 kernels beside fp8 and int4."""
-        if self.inputs_only and self._low:
+        if self.inputs_only or self._half:
             return "fp32"
         if self.precision in ("fp8", "int4-weights"):
             return "fp16" if self.placement == "inputs" else "fp32"
@@ -156,7 +158,12 @@ class Precision(PrecisionPass, GraphPass):
     @property
     def _low(self) -> str:
         """Name of the precision of quantized groups; empty if none are."""
-        return "" if self.precision in ("fp16", "bf16") else self.precision.partition("+")[0]
+        return "" if self._half else self.precision.partition("+")[0]
+
+    @property
+    def _half(self) -> Half | None:
+        """Float that the whole graph is lowered to; None where groups are quantized."""
+        return self.precision if self.precision == "fp16" or self.precision == "bf16" else None
 
     def apply(self, artifact: Artifact, out: Path, progress: Progress, records: Records) -> Effect:
         """Rewrite the graph, and write down what became of each group.
@@ -166,6 +173,8 @@ class Precision(PrecisionPass, GraphPass):
             UsageError: the records are of another graph, or there are no ranges.
             ModelError: nothing could be quantized or lowered.
         """
+        if self._half and self.inputs_only:
+            return self._round_alone(artifact, out, records)
         ranges = self._load_ranges(artifact, records)
         chosen = Assignment.read(records.get("assignment"), self.precision, self.method)
         model = edit.load(artifact.path)
@@ -188,6 +197,18 @@ class Precision(PrecisionPass, GraphPass):
             ", ".join(self._summarize(done, lowered, total)),
             notes=by_reason("not quantized", {name: chosen.why.get(name) or why for name, why in left.items()}),
         )
+
+    def _round_alone(self, artifact: Artifact, out: Path, records: Records) -> Effect:
+        """Round what each group reads and writes, but not of those that an assignment keeps."""
+        assert self._half
+        chosen, model = (
+            Assignment.read(records.get("assignment"), self.precision, self.method),
+            edit.load(artifact.path),
+        )
+        edit.fix_weights(model)
+        names = {group.name for group in layers.find_groups(model)} - chosen.keep
+        pairs = cast_pairs.round_products(model, self._half, names)
+        return self.save(model, out, f"{pairs} pairs of casts")
 
     def _load_ranges(self, artifact: Artifact, records: Records) -> Ranges | None:
         if "ranges" in records:
@@ -227,12 +248,15 @@ class Precision(PrecisionPass, GraphPass):
         return done
 
     def _lower(self, model: "ir.Model", ranges: Ranges | None, chosen: Assignment) -> Lowered | None:
-        low = self.remainder
+        low = self._half or self.remainder
         if low == "fp32":
             return None
         known = ranges.tensors.items() if ranges else ()
         largest = {name: max(-span.minimum, span.maximum) if span.finite else math.inf for name, span in known}
         kept = chosen.floating | find_kept(self.keep, layers.list_float_nodes(model), _NO_NODE)
+        if self._half:  # a bias of thousands is lost in the sum, and not in the product
+            groups = [node for node in model.graph if node.name in chosen.floating]
+            kept |= {str(node.name) for group in groups for node in layers.list_epilogue(group)}
         lowered = lower(model, low, keep=kept, largest=largest)
         if not self._low:
             mark_kept(model, lowered)

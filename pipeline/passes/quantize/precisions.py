@@ -47,6 +47,8 @@ class Kind:
     """Ranges of activations are part of the result, so that they have to come from real data."""
     searched: bool = False
     """Single groups can be left in floating point where it costs too much accuracy."""
+    lowered: bool = False
+    """All of a graph is in one narrow float, but what has to be float32; groups are left there for a metric alone."""
     rest: Literal["fp32", "fp16", "bf16"] = "fp32"
     """Type of operators that are not quantized."""
     opset: int = 0
@@ -55,8 +57,12 @@ class Kind:
 
 KINDS: Mapping[Name, Kind] = {
     "fp32": Kind("as exported", "fp32"),
-    "fp16": Kind("float16; normalizations, softmax, reductions and what overflows in float32", "fp16", rest="fp16"),
-    "bf16": Kind("bfloat16; normalizations, softmax and reductions in float32", "bf16", rest="bf16", opset=22),
+    "fp16": Kind(
+        "float16; normalizations, softmax, reductions and what overflows in float32", "fp16", lowered=True, rest="fp16"
+    ),
+    "bf16": Kind(
+        "bfloat16; normalizations, softmax and reductions in float32", "bf16", lowered=True, rest="bf16", opset=22
+    ),
     "int8": Kind(
         "products in int8 by static Q/DQ, the rest in float32", "int8", calibrated=True, searched=True, opset=13
     ),

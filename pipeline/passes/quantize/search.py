@@ -11,6 +11,9 @@
    has been weighed before.
 4. Where speed was measured: whole kinds of operators that may lose by being quantized stay in floating point.
 
+A graph that is lowered as a whole to float16 or bfloat16 has no settings: one trial with everything lowered, then 2.,
+where groups stay in float32; no speed is measured, so the search ends with the smallest number of groups that passes.
+
 Advice from earlier searches changes the order alone: a setting that worked comes first, and those that failed again and
 again come last, where all of this leaves most of the work in floating point.
 """
@@ -111,6 +114,7 @@ class Setting(BaseModel, frozen=True, extra="forbid"):
     """True where activations are in uint8, although int8 around 0 is faster."""
     corrected: bool = False
     method: str
+    """Method whose ranges are taken; empty where there are none, as the whole graph is in a narrow float."""
 
     @classmethod
     def of(cls, trial: Trial, signs: Sequence[bool]) -> "Setting":
@@ -120,6 +124,8 @@ class Setting(BaseModel, frozen=True, extra="forbid"):
 
     def describe(self) -> str:
         """Describe it for people."""
+        if not self.method:
+            return "everything lowered"
         words = ["everything quantized"]
         words += [FORM_WORDS[self.form]] if self.form in FORM_WORDS else []
         words += ["activations in uint8"] if self.unsigned else []
@@ -306,12 +312,13 @@ def _grow(
     known = [impacts.get(group.name, 0.0) for group in ranked]
     begin = min(_count_most(known), len(ranked) - 1) if any(known) else round(share * len(ranked))
     begin = max(1, begin)
-    count = min(len(ranked), 2 * failed or begin) if enough is None else (failed + enough) // 2
+    most = len(ranked) if nearest.method else len(ranked) - 1  # nothing lowered is another precision
+    count = min(most, 2 * failed or begin) if enough is None else (failed + enough) // 2
     if count <= failed:
         return None
     why = f"the {count} most sensitive groups" if count > 1 else "the most sensitive group"
     float_groups = fixed | {group.name for group in ranked[:count]}
-    why = f"{why} in floating point"
+    why = f"{why} in {'floating point' if nearest.method else 'float32'}"
     return Candidate("sensitive", nearest.form, nearest.signed, nearest.method, float_groups, why, nearest.corrected)
 
 
@@ -353,7 +360,7 @@ def _give_back(
     if len(candidates) < 2 or sum(group.macs for group in back) < _WORTHWHILE_SHARE * total:
         return None
     left = frozenset(smallest.kept) - {group.name for group in back}
-    why = f"{len(back)} of them quantized after all, for their work"
+    why = f"{len(back)} of them {'quantized' if smallest.method else 'lowered'} after all, for their work"
     return Candidate("give back", smallest.form, smallest.signed, smallest.method, left, why, smallest.corrected)
 
 
