@@ -10,6 +10,7 @@ from typing import Any
 
 import click
 
+from enginesmith.pipeline.frameworks.records import HALF
 from enginesmith.pipeline.passes.quantize.precisions import WEAK_DB
 from enginesmith.pipeline.report import comparison, fleet_tables, run_tables, sentences, tables, training_tables
 from enginesmith.pipeline.report.tables import Table, make_table, number_cell
@@ -82,6 +83,8 @@ def show_explanation(run: Run, record: VariantRecord, as_json: bool) -> None:
     _print_lines(filter(None, (state and f"{record.id}: {state}", run_tables.summarize_assignment(record), *own)))
     if losses:
         _print_table(run_tables.tabulate_group_losses(record))
+    elif record.assignment and record.precision in HALF:
+        click.echo(f"no group has to stay in float32: all are in {record.precision}")
     elif record.assignment:
         click.echo(f"no group loses much: each has an SQNR of {WEAK_DB:g} dB or more, its inputs being exact")
     else:

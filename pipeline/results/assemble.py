@@ -13,6 +13,7 @@ from enginesmith.pipeline.engines.base import TUNING
 from enginesmith.pipeline.errors import LATE, NO_TIME, NO_TIME_TO_MEASURE, StepCrashed, WrongEngine
 from enginesmith.pipeline.execution.events import Outcome, Outcomes
 from enginesmith.pipeline.frameworks import samples
+from enginesmith.pipeline.frameworks.onnx.model_file import ASKED
 from enginesmith.pipeline.frameworks.records import Coverage
 from enginesmith.pipeline.frameworks.source import content_digest
 from enginesmith.pipeline.measure.prosecution.finding import Prosecution
@@ -29,6 +30,7 @@ from enginesmith.pipeline.measure.rows import (
     Tuning,
 )
 from enginesmith.pipeline.passes.finetune.options import read as read_recovery
+from enginesmith.pipeline.passes.quantize import precision
 from enginesmith.pipeline.passes.quantize.precisions import KINDS
 from enginesmith.pipeline.planning.plan import LOAD, REFERENCE, Plan, StepRef, Variant
 from enginesmith.pipeline.planning.single_stages import EXPORT
@@ -113,7 +115,7 @@ def make_record(
     tuned = variant.artifact.kind == "tune" and artifact_of(outcomes, variant.artifact) is not None
     build, measurements = _build(variant, own, tuned=tuned), _measurements(variant, plan, outcomes, rows)
     audits, reasons = _audits(variant, outcomes)
-    assignment = tuple(read_models(artifact_of(outcomes, variant.assignment), Assignment))
+    assignment = _read_assignment(variant, plan, outcomes)
     race = _read_race(variant, outcomes)
     if dropped := next((row.dropped for row in race if row.dropped), ""):  # steps shared with others tell of the first
         unfinished = unfinished and f"dropped: {dropped}"
@@ -277,6 +279,18 @@ def _has_synthetic_ranges(variant: Variant, outcomes: Outcomes) -> bool:
 def _are_synthetic(ranges: Path) -> bool:
     """Tell whether ranges come from synthetic data; remembered, as the document may be large and never changes."""
     return bool(json.loads(ranges.read_bytes())["provenance"]["synthetic"])
+
+
+def _read_assignment(variant: Variant, plan: Plan, outcomes: Outcomes) -> tuple[Assignment, ...]:
+    """Read the precision of each group: as a search chose it, or as a lowered graph has it if nodes were named."""
+    if variant.assignment or variant.lowering is None or not KINDS[variant.lowering].lowered:
+        return tuple(read_models(artifact_of(outcomes, variant.assignment), Assignment))
+    built = (step.inputs.get("model") for step in plan.steps if step.id == variant.artifact)
+    graph = artifact_of(outcomes, next(built, None))
+    if graph is None or not (graph.folder / precision.FILE).is_file():
+        return ()
+    groups = tuple(Assignment.model_validate(entry) for entry in precision.read(graph.folder))
+    return groups if any(group.why == ASKED for group in groups) else ()
 
 
 def _read_tuning(own: Artifact) -> Tuning | None:

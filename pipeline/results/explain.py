@@ -249,7 +249,8 @@ def _explain_group(group: Assignment, record: VariantRecord, low: str | None, to
     if narrowest_type(group.precision) != low:
         remedy = f"stays in {group.precision}: {group.why}"
         if group.answer_change is not None:
-            remedy += f"; quantized alone, it changes the answers by {format_percent(group.answer_change)}"
+            alone = f"in {low} alone" if record.precision in HALF else "quantized alone"
+            remedy += f"; {alone}, it changes the answers by {format_percent(group.answer_change)}"
         return GroupLoss(group, remedy, f"{share} of the multiply-adds")
     remedy = FORM_WORDS.get(group.form, "")
     if any(recovery.subject == "int8" for recovery in record.recovery):

@@ -243,6 +243,20 @@ def test_made_up_calibration_data_is_noted(outcomes: Outcomes, synthetic: bool) 
     assert not outcomes.record(half).synthetic_calibration, "ranges are no part of that graph"
 
 
+@pytest.mark.parametrize("asked", [True, False])
+def test_groups_that_were_named_to_stay_in_float32_are_told_without_a_search(outcomes: Outcomes, asked: bool) -> None:
+    groups = [{"group": "a", "operator": "Conv", "precision": "fp16", "why": ""}]
+    why = "was asked for" if asked else "may overflow"
+    groups.append({"group": "b", "operator": "Conv", "precision": "fp32", "why": why})
+    outcomes.put("precision-fp16", [], kind="onnx")
+    (outcomes.folder / "precision-fp16" / "assignment.json").write_text(json.dumps(groups))
+    built = Step(StepRef("build", "int8"), Audit(), {"model": StepRef("precision", "fp16")})
+    half = replace(INT8, lowering="fp16", assignment=None, search=())
+    made = Plan((Step(LOAD, Audit()), built), BASELINE, (half,), LATENCY)
+    (found,) = assemble(HEADER, make({"model": "digits"}), made, outcomes.found, {}).variants
+    assert [(group.group, group.why) for group in found.assignment] == ([("a", ""), ("b", why)] if asked else [])
+
+
 def test_the_search_is_that_of_its_last_step(outcomes: Outcomes) -> None:
     groups = [{"group": name, "operator": "Conv", "precision": "int8", "method": "mse"} for name in "abc"]
     groups.append({"group": "d", "operator": "MatMul", "precision": "fp32", "why": "a product of two activations"})

@@ -147,5 +147,15 @@ def test_it_is_told_on_the_terminal(capsys: pytest.CaptureFixture[str], tmp_path
     assert "activations to 812" in shown
     terminal.show_explanation(made, quantized(FINE), as_json=False)
     assert "no group loses much" in capsys.readouterr().out
+    half = FINE.model_copy(update={"precision": "bf16", "given_sqnr_db": None, "sqnr_db": None})
+    kept = KEPT.model_copy(update={"answer_change": 0.08, "given_sqnr_db": None})
+    for groups, words in (
+        ((half,), "no group has to stay in float32"),
+        ((half, kept), "stays in fp32: the goal needs it"),
+    ):
+        terminal.show_explanation(made, variant("openvino-bf16", precision="bf16", assignment=groups), as_json=False)
+        assert words in capsys.readouterr().out
+    (loss,) = list_losses(variant("openvino-bf16", precision="bf16", assignment=(half, kept)))
+    assert loss.remedy.endswith("in bf16 alone, it changes the answers by 8 %")
     terminal.show_explanation(made, record, as_json=True)
     assert '"cause": "activations to 812"' in capsys.readouterr().out

@@ -84,7 +84,7 @@ def _explain_no_losses(run: Run) -> str:
     groups = [group for record in run.variants for group in record.assignment]
     if not groups:
         return "Nothing was quantized group by group in this run."
-    if all(group.sqnr_db is None for group in groups):
+    if all(group.sqnr_db is None for group in groups) and not any(record.search for record in run.variants):
         return "The groups were not tried one by one: no accuracy or fidelity goal asked for a search."
     return "No group loses much in low precision."
 
