@@ -234,7 +234,9 @@ def _search(
     if runs_here and engine.needs_shapes:
         needs[SHAPES] = SHAPES
     if runs_here and not precision.lowered:  # with pairs elsewhere, its speed says nothing
-        untouched = StepRef("build", replace(variant.name, precision="fp32"))
+        rest = KINDS[step.precision].rest
+        casts = () if rest == "fp32" else (rest,)  # the engine may cast the float graph, and is none in fp32 then
+        untouched = StepRef("build", replace(variant.name, precision="fp32"), *casts)
         float_build = Step(untouched, Build(engine=engine, device=device), {"model": graph})
         if engine.needs_shapes:
             float_build = replace(float_build, inputs={**float_build.inputs, SHAPES: SHAPES})

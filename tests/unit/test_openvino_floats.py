@@ -71,6 +71,14 @@ KEPT = """net (float[n, 3, 16, 16] x) => (float[n, 8] y) {
 }"""
 
 
+def test_the_float_graph_of_a_search_is_no_engine_in_float32_where_it_is_cast() -> None:
+    """The audit of openvino-fp32 was that of the other one, with its layers in fp16."""
+    values = {"model": "digits", "engines": ["openvino"], "precisions": ["int8+fp16", "fp32"], "min_sqnr_db": 20.0}
+    made = plan(resolve_recipe(make(values)))
+    floats = {step.id: step.task.engine.floats for step in made.steps if step.id.startswith("build-openvino-fp32")}
+    assert floats == {"build-openvino-fp32": "f32", "build-openvino-fp32-fp16": "f16"}
+
+
 @pytest.mark.parametrize(("floats", "precision"), [("bf16", "bf16"), ("f16", "fp16")])
 def test_what_the_graph_has_in_float32_is_computed_in_it(
     tmp_path: Path, floats: sessions.FloatType, precision: Any, monkeypatch: pytest.MonkeyPatch

@@ -205,6 +205,15 @@ def test_what_has_no_product_stays_between_nodes_that_are_kept(artifact: Artifac
     assert {"MatMul_6", "Add_7", "Gelu_8", "MatMul_9"} <= {node.name for node, _ in coverage.list_float32(done)}
 
 
+def test_what_stays_in_float32_beside_int8_and_fp16_is_marked(artifact: Artifact, tmp_path: Path) -> None:
+    """An engine that casts floats itself would compute it in float16."""
+    step, kept = Precision(precision="int8+fp16", keep=("Gelu_8",)), {"Gelu_8": "was asked for"}
+    _, done, _ = apply(step, artifact, tmp_path / "out", ranges=ranges(tmp_path))
+    wide = {node.name: reason for node, reason in coverage.list_float32(done)}
+    assert kept.items() <= wide.items()
+    assert not {"Conv_0", "MatMul_6"} & wide.keys()
+
+
 def test_names_that_fit_nothing_are_refused_and_similar_ones_named(artifact: Artifact, tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="no node that computes in float32 is called 'MatMull_6'") as caught:
         apply(Precision(precision="bf16", keep=("MatMul_9", "MatMull_6")), artifact, tmp_path / "out")

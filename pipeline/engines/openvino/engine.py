@@ -157,10 +157,11 @@ class OpenVINO(Engine):
         graph, source = session.read_graph(artifact.path), model_file.skeleton(artifact.path)
         session.restore_empty(graph, model_file.list_empty(source))
         wide = coverage.list_float32(source) if self.floats != "f32" else []
-        if self.floats == "f16":
+        marked = self.floats == "f16" and bool(wide)
+        if marked:
             session.mark_float32(graph, [node for node, _ in wide])
         session.load_openvino().save_model(graph, out / _MODEL, compress_to_fp16=False)
-        saved = session.read_graph(out / _MODEL)
+        saved = session.read_graph(out / _MODEL) if marked else graph  # marks are heeded in a file that is read
         compiled = session.compile_graph(saved, artifact.path.name, request.device, self.floats)
         rounded, int8_products = profiler.find_rounded(source)
         layers = list(profiler.read_layers(compiled, rounded))

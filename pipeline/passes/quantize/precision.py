@@ -258,8 +258,7 @@ class Precision(PrecisionPass, GraphPass):
             groups = [node for node in model.graph if node.name in chosen.floating]
             kept |= {str(node.name) for group in groups for node in layers.list_epilogue(group)}
         lowered = lower(model, low, keep=kept, largest=largest)
-        if not self._low:
-            mark_kept(model, lowered)
+        mark_kept(model, lowered)
         if not self._low and not lowered.nodes:
             shown = _count_reasons(lowered.kept.values()) or "none computes in floating point"
             raise ModelError(f"no node of this graph can be in {self.precision}: {shown}", lowered.remedy)
