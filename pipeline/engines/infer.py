@@ -154,9 +154,9 @@ class Model:
             return few == many
         width = wanted.shape[-1] if wanted.ndim > 1 else 1
         rows, given = wanted.reshape(-1, width).astype(float), value.reshape(-1, width).astype(float)
-        numbers = np.where(np.isfinite(rows), rows, 0)
-        columns = enumerate(np.unique(numbers, axis=0).T)
-        scales = np.array([_scale(column, np.ptp(numbers), at > 3 or width == 1) for at, column in columns])
+        finite = rows[np.isfinite(rows).all(1)] if np.isfinite(rows).all(1).any() else np.zeros((1, width))
+        columns = enumerate(np.unique(finite, axis=0).T)
+        scales = np.array([_scale(column, np.ptp(finite), at > 3 or width == 1) for at, column in columns])
         near = []
         for row in rows:  # NaN is near NaN, and infinity near itself
             same = (given == row) | (np.isnan(given) & np.isnan(row))

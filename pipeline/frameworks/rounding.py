@@ -38,7 +38,7 @@ _ILL = 1e-4
 """Share of an output's range by which a float may move when its operations are rounded, and still be compared."""
 _MOST_ILL = 0.1
 """Share of an output's floats that may move further; where more do, all are compared. Where rounding decides a larger
-share of whole numbers, hardly any that it may not make are left, and the output is not verified."""
+share of whole numbers, an engine could answer nearly anything there, and the output is not verified."""
 
 
 class UnstableNumbers:

@@ -144,7 +144,8 @@ def _measure_scales(rows: Array) -> NDArray[np.float64] | None:
     """Return what counts as 1 in each column of an output, [numbers]; None for integers, which are no distances."""
     if rows.dtype.kind != "f":
         return None
-    numbers = np.where(np.isfinite(rows), rows, 0).astype(np.float64)
+    finite = np.isfinite(rows).all(axis=1)
+    numbers = (rows[finite] if finite.any() else np.zeros_like(rows)).astype(np.float64)
     scales = np.ones(rows.shape[1])
     first = 0 if len(numbers.T) == 1 else _CORNERS  # of whole numbers, corners may be equal, too: at an image's edge
     classes = np.array([at >= first and _are_classes(column) for at, column in enumerate(numbers.T)], bool)

@@ -234,7 +234,7 @@ class Recipe(EngineOptions, ModelOptions):
 
     @property
     def searches_lowered(self) -> bool:
-        """Whether groups of a graph in a narrow float may stay in float32: for a metric alone."""
+        """Tell whether what stays in float32 in a narrow float is searched for: for a metric alone."""
         return self.budgets.max_drop is not None and self.evaluation_data is not None
 
     @property

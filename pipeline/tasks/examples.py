@@ -17,6 +17,8 @@ from enginesmith.pipeline.tensors import Array, ShapeRange, Signature, TensorSpe
 
 _PICTURE_RANK = 4
 _EXAMPLE_SIZE = 8
+_LENGTHS = ("length", "lens")
+"""Parts of the names of inputs that say how long something is."""
 """Along a dynamic dimension of an ONNX file, which brings no example."""
 _PICTURE_SIZES = (128, 64, 32, _EXAMPLE_SIZE)
 """Along heights and widths, the first one that the model takes, as does its half: they are multiples of the strides of
@@ -58,14 +60,15 @@ def choose_sizes(signature: Signature, picture_size: int = _PICTURE_SIZES[0]) ->
 
 
 def draw_feeds(signature: Signature, sizes: Mapping[str, int]) -> dict[str, Array]:
-    """Draw normal floats, pixels, rows of the tables that inputs are indices of, lengths of 1 and 2, else 0 and 1."""
+    """Draw normal floats, pixels, rows of the tables that inputs are indices of, lengths of 1, else 0 and 1."""
     rng, feeds = np.random.default_rng(0), dict[str, Array]()
     for spec in signature.inputs:
         shape = spec.resolve(sizes)
         pixels = spec.dtype == "uint8" and len(shape) == _PICTURE_RANK
         whole = rng.integers(0, 256 if pixels else signature.tables.get(spec.name, 2), shape)
-        if "length" in spec.name.lower() and spec.name not in signature.tables:
-            whole += 1
+        counts = spec.dtype in ("int32", "int64") and all(size == 1 for size in shape[1:])
+        if counts and any(word in spec.name.lower() for word in _LENGTHS) and spec.name not in signature.tables:
+            whole = np.ones_like(whole)  # no model refuses it, as it may 0, or more than a dimension's smallest size
         drawn = rng.standard_normal(shape) if spec.dtype.startswith("float") else whole
         feeds[spec.name] = drawn.astype(spec.dtype)
     return feeds

@@ -23,7 +23,7 @@ from enginesmith.pipeline.frameworks.onnx import edit, evaluator, model_file
 from enginesmith.pipeline.measure.quality import Quality as Judged
 from enginesmith.pipeline.passes.base import PrecisionPass, Progress
 from enginesmith.pipeline.passes.quantize.layers import find_kept
-from enginesmith.pipeline.passes.quantize.precisions import FORM_WORDS
+from enginesmith.pipeline.passes.quantize.precisions import FORM_WORDS, KINDS
 from enginesmith.pipeline.passes.quantize.search import (
     NO_ADVICE,
     Advice,
@@ -242,8 +242,14 @@ class Search(Task):
                     _, row = measure_beside(sides, self.device, inputs[REFERENCE], _SPEED_SECONDS, progress)
                     speedup = row.speedup.median if row.speedup else None
             except (ModelError, MissingCapability) as error:
-                _log.info("judged by simulation: %s", error)  # the engine's own steps say so of the variant
-                judged, reads = self.goal.judge(self.goal.simulation, graph, Device(), inputs, progress)
+                if not (self.runs_here and KINDS[self.step.precision].lowered):
+                    _log.info("judged by simulation: %s", error)  # the engine's own steps say so of the variant
+                    judged, reads = self.goal.judge(self.goal.simulation, graph, Device(), inputs, progress)
+                elif candidate.phase == "everything":
+                    raise  # without kernels for the precision, no other choice can be built
+                else:
+                    none = dict.fromkeys(("drop", "drop_high", "sqnr_db"))
+                    judged, reads = Judgement(passed=False, error=_FAR, reason=error.message, **none), ()
         trial = Trial(
             **{**vars(candidate), "kept": tuple(sorted(candidate.kept))},
             speedup=speedup,

@@ -19,6 +19,8 @@ _TABLE = np.concatenate([640 * _R.random((20, 4)), _R.random((20, 1)), np.arange
 
 
 _GAPS = np.where(np.arange(20)[:, None] < 5, np.nan, _TABLE)
+_AWAY = np.where(np.arange(20)[:, None] < 5, np.nan, 1000 + _R.random((20, 6))).astype("f")
+"""Numbers whose range is small beside their distance from 0."""
 _ENDS = np.where(_TABLE.max() == _TABLE, np.inf, _TABLE)
 _EDGE = np.float32([[10, 20, 480, 480, 0.9, 1], [30, 50, 480, 480, 1.0, 1]])
 
@@ -47,6 +49,8 @@ def _wrong(table: Array, column: int, shift: float) -> Array:
         (_TABLE, _wrong(_TABLE, 5, 1), False),
         (_GAPS, _GAPS[::-1], True),
         (_GAPS, _TABLE, False),
+        (_AWAY, _AWAY, True),
+        (_AWAY, _AWAY + np.float32([0.3, 0, 0, 0, 0, 0]), False),
         (_GAPS, _wrong(_GAPS, 4, 0.5), False),
         (_ENDS, _ENDS[::-1], True),
     ],

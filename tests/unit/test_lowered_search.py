@@ -13,6 +13,7 @@ import pytest
 
 from enginesmith.pipeline.artifact import Artifact
 from enginesmith.pipeline.engines import simulation
+from enginesmith.pipeline.errors import ModelError
 from enginesmith.pipeline.frameworks import samples
 from enginesmith.pipeline.frameworks.onnx import coverage, model_file
 from enginesmith.pipeline.frameworks.samples import Case, Samples
@@ -100,14 +101,14 @@ def test_the_impact_of_a_group_is_what_rounding_it_alone_changes(tmp_path: Path,
 
 
 def search(
-    inputs: dict[str, Artifact], folder: Path, least: float, *, casts: bool = False
+    inputs: dict[str, Artifact], folder: Path, least: float, *, casts: bool = False, precision: Any = "bf16"
 ) -> tuple[list[Trial], dict[str, Artifact]]:
     """Search as a plan does, until nothing more is tried."""
-    step, engine = Precision(precision="bf16"), simulation()
+    step, engine = Precision(precision=precision), simulation()
     ranking = Sensitivity(step=step, feeder=Feeder(data=None, samples=1, seed=0))
     inputs = {**inputs}
     inputs[SENSITIVITY], _ = run(ranking, inputs, folder / "sensitivity")
-    goal = Goal(threshold="bf16", min_sqnr_db=least, max_drop=None, quality=None, simulation=engine)
+    goal = Goal(threshold=precision, min_sqnr_db=least, max_drop=None, quality=None, simulation=engine)
     task = Search(
         step=step, engine=engine, device=Device(), goal=goal, methods=("",), keep=(), runs_here=True, casts=casts
     )
@@ -138,6 +139,33 @@ def test_the_group_that_loses_most_stays_in_float32(tmp_path: Path) -> None:
     graph, _ = run(LowerForm(step=Precision(precision="bf16")), inputs, tmp_path / "lowered")
     kept = {node.name: reason for node, reason in coverage.list_float32(model_file.read(graph.path))}
     assert set(kept.items()) == {(name, model_file.ASKED) for name in ("first", "far", "r", "back")}  # with its bias
+
+
+def test_a_group_that_cannot_be_rounded_alone_may_be_the_one_that_hurts(tmp_path: Path) -> None:
+    text = NET.replace("MatMul(x, w)", 'Einsum <equation = "bi,ij->bj"> (x, w)')
+    text = text.replace("y = MatMul(back, v)", "k = MatMul(back, v) y = MatMul(k, v)")
+
+    def make_einsum() -> ir.Model:
+        model = parse_graph(text, 22, **{**WEIGHTS, "offset": np.full(6, 8000, np.float32)})
+        for node in model.graph:
+            node.name = str(node.outputs[0].name)
+        return model
+
+    trials, _ = search(prepare(tmp_path, make_einsum), tmp_path, 45, precision="fp16")
+    assert (trials[-1].kept, trials[-1].passed) == (("m",), True)
+
+
+def test_an_engine_without_kernels_for_the_precision_is_not_simulated(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The graph of a casting engine is in float32: a simulation of it always passes."""
+
+    def refuse(*_: Any) -> None:
+        raise ModelError("no kernel for bfloat16")
+
+    monkeypatch.setattr(type(simulation()), "build", refuse)
+    with pytest.raises(ModelError, match="no kernel for bfloat16"):
+        search(prepare(tmp_path), tmp_path, 30, casts=True)
 
 
 def test_where_no_choice_reaches_the_goal_something_is_left_in_the_precision(tmp_path: Path) -> None:

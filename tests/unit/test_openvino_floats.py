@@ -79,6 +79,23 @@ def test_the_float_graph_of_a_search_is_no_engine_in_float32_where_it_is_cast() 
     assert floats == {"build-openvino-fp32": "f32", "build-openvino-fp32-fp16": "f16"}
 
 
+def test_a_graph_with_a_part_in_bfloat16_is_cast_all_the_same(tmp_path: Path) -> None:
+    """Nobody asked for float32 in the rest of it."""
+    if not sessions.computes_in_bf16():
+        pytest.skip("this processor has no instructions for bf16")
+    text = KEPT.replace("r0 = Relu(c0)", "low = Cast <to = 16> (c0) wide = Cast <to = 1> (low) r0 = Relu(wide)")
+    weights = {
+        **WEIGHTS,
+        "b1": WEIGHTS["w1"][:, 0, 0, 0],
+        "w4": WEIGHTS["w1"][..., 0, 0],
+        "w5": WEIGHTS["w1"][..., 1, 1],
+    }
+    built, _ = build(
+        parse_graph(text, 22, named=True, **{**weights, "b4": weights["b1"]}), tmp_path, OpenVINO(floats="bf16")
+    )
+    assert OpenVINO().facts(built).layers["bf16"] >= 4
+
+
 @pytest.mark.parametrize(("floats", "precision"), [("bf16", "bf16"), ("f16", "fp16")])
 def test_what_the_graph_has_in_float32_is_computed_in_it(
     tmp_path: Path, floats: sessions.FloatType, precision: Any, monkeypatch: pytest.MonkeyPatch

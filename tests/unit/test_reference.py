@@ -352,12 +352,14 @@ def test_made_up_indices_are_of_all_rows_of_their_table(
     assert (feeds["ids"].min(), feeds["ids"].max()) == (0, most)
 
 
-def test_whole_numbers_that_are_called_lengths_are_drawn_from_1_up() -> None:
-    words = ("input_lengths:int64:batch", "ids:int64:batch,n", "Length:int32:batch", "length_ids:int64:batch")
+def test_whole_numbers_that_are_called_lengths_are_1() -> None:
+    """No larger than the smallest size of a dimension, and not 0. Masks, and numbers for each place, are none."""
+    words = ("input_lengths:int64:batch", "ids:int64:batch,n", "seq_lens:int32:batch,1", "length_ids:int64:batch")
+    words += ("length_mask:int64:batch,n",)
     specs = tuple(map(TensorSpec.parse, words))
     made = Signature(inputs=specs, outputs=specs[:1], tables={"length_ids": 1})
     drawn = examples.draw_feeds(made, {"batch": 64, "n": 2})
-    assert [sorted(set(drawn[spec.name].flat)) for spec in specs] == [[1, 2], [0, 1], [1, 2], [0]]
+    assert [sorted(set(drawn[spec.name].flat)) for spec in specs] == [[1], [0, 1], [1], [0], [0, 1]]
 
 
 def test_samples_of_an_output_for_each_pair_of_them_interact(tmp_path: Path) -> None:

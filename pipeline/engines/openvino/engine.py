@@ -47,8 +47,7 @@ compiled = openvino.Core().compile_model(graph, "CPU", {{"INFERENCE_PRECISION_HI
 answers = compiled([inputs[name] for name in INPUTS])  # in order: an input that is passed on loses its name
 found = {{name: answers[place] for place, name in enumerate(OUTPUTS)}}
 """
-_WRITTEN_OR_CAST = """{value.get_element_type() for node in graph.get_ops() for value in node.outputs()}
-floats = "f32" if openvino.Type.bf16 in floats else "bf16"  # a graph that has bfloat16 itself is not cast"""
+_WRITTEN_OR_CAST = f'"f32" if graph.has_rt_info(["{session.AS_WRITTEN}"]) else "bf16"'
 
 
 class OpenVINO(Engine):
@@ -158,6 +157,8 @@ class OpenVINO(Engine):
         session.restore_empty(graph, model_file.list_empty(source))
         wide = coverage.list_float32(source) if self.floats != "f32" else []
         marked = self.floats == "f16" and bool(wide)
+        if self.floats == "bf16" and wide:
+            session.mark_written(graph)
         if marked:
             session.mark_float32(graph, [node for node, _ in wide])
         session.load_openvino().save_model(graph, out / _MODEL, compress_to_fp16=False)

@@ -143,6 +143,8 @@ def _list_bodies(node: Any) -> list["openvino.Model"]:
     return [node.get_function()] if node.get_type_name() in _WITH_BODIES else []
 
 
+AS_WRITTEN = "enginesmith_types"
+"""Name of what a model says of itself whose types OpenVINO is to keep."""
 _FLOAT32_MARK = "precise_0"
 """Attribute of nodes that are not computed in a lower type; it has an effect once it was written to a file and read."""
 
@@ -173,13 +175,15 @@ def mark_float32(graph: "openvino.Model", nodes: Iterable["onnx.NodeProto"]) -> 
 def choose_hint(graph: "openvino.Model", floats: FloatType) -> FloatType:
     """Choose the type that OpenVINO casts layers to, to compute a graph in ``floats``.
 
-    One that has bfloat16 itself is computed as it is written: with f32, what is in bfloat16 stays, as what is in
-    float16 would not.
+    One that :func:`mark_written` has marked is computed as it is written: with f32, what is in bfloat16 stays, as what
+    is in float16 would not.
     """
-    if floats != "bf16":
-        return floats
-    types = {value.get_element_type().get_type_name() for node in graph.get_ops() for value in node.outputs()}
-    return "f32" if "bf16" in types else "bf16"
+    return "f32" if floats == "bf16" and graph.has_rt_info([AS_WRITTEN]) else floats
+
+
+def mark_written(graph: "openvino.Model") -> None:
+    """Mark a graph in bfloat16 with parts in float32, which OpenVINO would cast as well; the mark is saved with it."""
+    graph.set_rt_info("", [AS_WRITTEN])
 
 
 def compile_graph(graph: "openvino.Model", name: str, device: Device, floats: FloatType, **more: Any) -> Any:

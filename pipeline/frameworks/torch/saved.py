@@ -199,7 +199,7 @@ def _comes_back(loaded: LoadedModel, state: Path, record: _Record) -> bool:
         reason = failure.message if isinstance(failure, SourceError) else str(failure).partition("\n")[0]
         raise SourceError(
             f"{record.model} cannot be built a second time in one process: {reason}",
-            "let what can be done once alone, such as registering a name, be done in a module that the file imports",
+            "move what may happen only once, such as registering a name, into a module that the file imports",
         ) from failure
     raise SourceError(
         f"{record.model} builds another model each time it is called",

@@ -18,6 +18,7 @@ Advice from earlier searches changes the order alone: a setting that worked come
 again come last, where all of this leaves most of the work in floating point.
 """
 
+import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -305,11 +306,14 @@ def _grow(
     if any(trial.passed for trial in everything):
         return None
     nearest = min(everything, key=lambda trial: trial.error)
-    ranked = _rank([group for group in forms[nearest.form] if group.name not in fixed], impacts)
+    groups = [group for group in forms[nearest.form] if group.name not in fixed]
+    if impacts and not nearest.method:  # what could not be measured may be what hurts
+        impacts = {**dict.fromkeys((group.name for group in groups), math.inf), **impacts}
+    ranked = _rank(groups, impacts)
     counts = [(len(set(trial.kept) - fixed), trial.passed) for trial in trials if trial.phase == "sensitive"]
     failed = max((count for count, passed in counts if not passed), default=0)
     enough = min((count for count, passed in counts if passed), default=None)
-    known = [impacts.get(group.name, 0.0) for group in ranked]
+    known = [impact if math.isfinite(impact := impacts.get(group.name, 0.0)) else 0.0 for group in ranked]
     begin = min(_count_most(known), len(ranked) - 1) if any(known) else round(share * len(ranked))
     begin = max(1, begin)
     most = len(ranked) if nearest.method else len(ranked) - 1  # nothing lowered is another precision
