@@ -82,7 +82,7 @@ def test_factors_along_two_axes_stay(size: int) -> None:
 
 
 def test_one_factor_is_folded_where_shapes_are_not_known() -> None:
-    """As behind the fused operators of a file that ONNX Runtime optimized."""
+    """Files that ONNX Runtime optimized have operators whose shapes onnx does not infer."""
     text = (
         "(float[N,3] x) => (float[N,4] y) <float[3,4] w, float half = {0.5}>"
         "{ h = MatMul(x, w) s = Mul(h, half) y = Relu(s) }"

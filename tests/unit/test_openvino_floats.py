@@ -52,7 +52,7 @@ def test_it_casts_to_bf16_by_itself(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_search_that_would_need_a_later_opset_leaves_the_cast_to_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What is converted for casts may fail, and OpenVINO's own cast needs no such graph."""
+    """The conversion to casts may fail, and OpenVINO's own cast needs no such graph."""
     monkeypatch.setattr(sessions, "computes_in_bf16", lambda: True)
     values = {"model": "digits", "engines": ["openvino"], "precisions": ["bf16"], "budgets": {"max_drop": 0.01}}
     for opset, lowering in ((22, "bf16"), (21, None)):

@@ -222,7 +222,7 @@ def test_only_numbers_that_rounding_decides_at_a_precision_are_left_out() -> Non
 
 
 def test_a_number_is_one_that_was_seen_or_as_near_where_many_were() -> None:
-    """Of a class between two, a third one is wrong; between many nearly equal ones, it may be one more."""
+    """A third class is wrong where rounding decides between two; of many nearly equal ones, one more may be right."""
     right = {"y": np.int64([3, 3, 10, 5])}
     draws = [Draw(FINE, np.array([0, 1, 2]), np.array([17, 4, 9])), Draw(FINE, np.array([1]), np.array([5]))]
     unstable = {"y": make_records(right["y"], [*draws, COARSE_DRAW])}
