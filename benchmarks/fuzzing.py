@@ -33,7 +33,7 @@ from enginesmith.pipeline.engines.onnxruntime.engine import OnnxRuntime
 from enginesmith.pipeline.engines.tensorrt.engine import TensorRTRTX
 from enginesmith.pipeline.errors import EnginesmithError
 from enginesmith.pipeline.frameworks.fidelity import Thresholds
-from enginesmith.pipeline.frameworks.onnx import edit, evaluator, model_file, validation
+from enginesmith.pipeline.frameworks.onnx import edit, evaluator, model_file, traversal, validation
 from enginesmith.pipeline.frameworks.samples import find_spans
 from enginesmith.pipeline.measure.prosecution.judging import make_judge, measure_sensitivity
 from enginesmith.pipeline.passes.base import Pass
@@ -246,7 +246,7 @@ def prepare(seed: int, folder: Path) -> Subject:
         out.mkdir(exist_ok=True)
         effect = run_pass(Simplify(), artifact, out, _ignore, {})
         artifact = describe(out / effect.file)
-    chooses = any(node.op_type in _CHOOSING for node in model_file.nodes(model))
+    chooses = any(node.op_type in _CHOOSING for node in traversal.nodes(model))
     ranges, refusal = _calibrate(artifact, seed, folder / "ranges")
     return Subject(seed, artifact, folder, answer, feeds, wanted, chooses, ranges, refusal)
 
@@ -304,7 +304,7 @@ def package(subject: Subject, out: Path) -> Outcome:
     given = ("optimize", str(path), "--engine", "onnxruntime", "--precision", "fp32")
     shapes = [f"--shape={name}=1:3:3" for name in subject.symbols]
     options = ("--no-cache", "--measure-time", "100ms", "--batch", "1", "--quiet", "--out", run, *shapes)
-    precision = "int8" if any(node.op_type == "QuantizeLinear" for node in model_file.nodes(model)) else "fp32"
+    precision = "int8" if any(node.op_type == "QuantizeLinear" for node in traversal.nodes(model)) else "fp32"
     variant = ("--variant", f"onnxruntime-{precision}")
     program = Path(sys.executable).with_name("enginesmith")
     for command in ((*given, *options), ("package", run, "-f", "bundle", "-o", bundle, *variant)):

@@ -444,15 +444,14 @@ def find_parts(references: Sequence[Array]) -> list[Part]:
 
 
 def measure_losses(name: str, pairs: _Pairs, parts: Sequence[Part]) -> dict[str, float]:
-    """Measure the energy of the errors of an output and of its parts, of the reference's energy there, from 0 to 1.
+    """Measure the energy of the errors of a value and of its parts, of the reference's energy there, from 0 to 1.
 
-    It is 1 where shapes differ, or numbers are not finite any more. Keys are names for people.
+    It is 1 where shapes differ, or numbers are not finite any more. Keys are names for people; ``name`` is the whole's.
     """
-    whole = f"output {name!r}"
     if any(wanted.shape != given.shape for wanted, given in pairs):
-        return {whole: 1.0}
+        return {name: 1.0}
     filled = [pair for pair in pairs if pair[0].size]
-    taken = {whole: filled, **{f"{part.name} of {whole}": part.take(filled) for part in parts}} if filled else {}
+    taken = {name: filled, **{f"{part.name} of {name}": part.take(filled) for part in parts}} if filled else {}
     figures = {key: _compare_floats(name, numbers, THRESHOLDS["int8"], 0.0) for key, numbers in taken.items()}
     return {
         key: min(1.0, 10 ** (-each.sqnr_db / 10)) if each.finite and each.sqnr_db is not None else 1.0

@@ -19,7 +19,7 @@ from enginesmith.pipeline.engines import simulation
 from enginesmith.pipeline.errors import ModelError
 from enginesmith.pipeline.frameworks import samples
 from enginesmith.pipeline.frameworks.fidelity import find_parts, measure_losses
-from enginesmith.pipeline.frameworks.onnx import coverage, edit, evaluator, ir, model_file
+from enginesmith.pipeline.frameworks.onnx import choices, coverage, edit, evaluator, ir, model_file
 from enginesmith.pipeline.passes.base import Pass, PrecisionPass, Progress, Records
 from enginesmith.pipeline.passes.quantize import layers, layerwise_error, precision
 from enginesmith.pipeline.passes.quantize.activation_capture import ActivationCapture, open_activation_capture
@@ -44,6 +44,7 @@ _IMPACT_SECONDS = 120.0
 """Longest time in which groups are quantized alone."""
 _IMPACT_SHARE = 0.3
 """Share of the time that is left which that may take."""
+_STEPS = ("Round", "Floor", "Ceil", "Sign")
 _FIDELITY = "fp16"
 """Row of the fidelity thresholds: the graph is rounded to 8 bits next, and a Clip may cut data that were not seen."""
 
@@ -257,10 +258,10 @@ def measure_impacts(
 ) -> tuple[dict[str, Impact], bool]:
     """Measure the impact of each of these groups that can be quantized, by name.
 
-    ``records`` has the assignment by which ``step`` quantizes everything. Nothing is measured without pairs, where
-    no output is a float in a fixed order, and where the graph cannot be run with single groups quantized. After a share
-    of the time that is left, fewer samples have to do; returns also whether time was enough for one. If not, nothing is
-    measured.
+    ``records`` has the assignment by which ``step`` quantizes everything. Where no output is a float in a fixed order,
+    the impact is that on the last such values that outputs are computed from: scores, where they are classes. Nothing
+    is measured without pairs, and where the graph cannot be run with single groups quantized. After a share of the time
+    that is left, fewer samples have to do; returns also whether time was enough for one. If not, nothing is measured.
     """
     limit = _IMPACT_SHARE * left_seconds
     deadline = time.monotonic() + min(limit, _IMPACT_SECONDS)
@@ -274,13 +275,13 @@ def measure_impacts(
             layers.find_groups(floating)  # which names the nodes
             switched = layerwise_error.add_switches(floating, quantized, alone.find_writers(quantized))
             groups = [name for name in names if name in switched]
-            outputs = [str(value.name) for value in quantized.graph.outputs if _has_fixed_order(value, model)]
-            if not groups or not outputs:
+            values = _list_judged(quantized, floating, model)
+            if not groups or not values:
                 return {}, True
             edit.save(quantized, out)
             rows = _read_rows(inputs[REFERENCE].folder, "feeds", _IMPACT_ROWS)
-            with open_activation_capture(out / edit.FILE, outputs) as session:
-                passes = list(_quantize_alone(session, rows, groups, switched, deadline, progress))
+            with open_activation_capture(out / edit.FILE, [*values]) as session:
+                passes = list(_quantize_alone(session, rows, groups, switched, values, deadline, progress))
     except ModelError as error:
         _log.warning("groups are ranked by their own errors: %s", error)
         return {}, True
@@ -293,16 +294,20 @@ def _quantize_alone(
     rows: Sequence[Feeds],
     groups: Sequence[str],
     switched: Sequence[str],
+    values: Mapping[str, str],
     deadline: float,
     progress: Progress,
 ) -> Iterator[dict[str, dict[str, float]]]:
-    """Yield by group what it alone loses of each part of the answers, for one feed after the other until a time."""
+    """Yield by group what it alone loses of each part of the answers, for one feed after the other until a time.
+
+    ``values`` are those that answers are judged by, with their names for people.
+    """
 
     def answer(feeds: Feeds, group: str = "") -> dict[str, Array]:
         return session.run({**feeds, layerwise_error.SWITCHES: np.array([name == group for name in switched])})
 
     exact = [answer(feeds) for feeds in rows]
-    parts = {output: find_parts([answers[output] for answers in exact]) for output in exact[0]}
+    parts = {value: find_parts([answers[value] for answers in exact]) for value in values}
     for count, (feeds, wanted) in enumerate(zip(rows, exact, strict=True), 1):
         losses = dict[str, dict[str, float]]()
         for group in groups:
@@ -310,8 +315,8 @@ def _quantize_alone(
                 return
             progress(f"{len(losses)} of {len(groups)} groups quantized alone, pass {count}")
             answers, losses[group] = answer(feeds, group), {}
-            for output, its_parts in parts.items():
-                losses[group] |= measure_losses(output, [(wanted[output], answers[output])], its_parts)
+            for value, its_parts in parts.items():
+                losses[group] |= measure_losses(values[value], [(wanted[value], answers[value])], its_parts)
         yield losses
 
 
@@ -327,11 +332,38 @@ def _find_worst(losses: Sequence[Mapping[str, float]]) -> Impact:
     return Impact(means.get(part, 0.0), part)
 
 
-def _has_fixed_order(output: "ir.Value", model: Artifact) -> bool:
-    """Tell whether an output is a float whose rows are not chosen by their values."""
+def _list_judged(quantized: "ir.Model", floating: "ir.Model", model: Artifact) -> dict[str, str]:
+    """Name the floats in a fixed order that answers are judged by: outputs, else the last that outputs depend on."""
     signature = model.signature or model_file.signature(model.path)
-    floats = (None, ir.DataType.FLOAT, ir.DataType.FLOAT16, ir.DataType.DOUBLE)
-    return output.dtype in floats and output.name not in signature.unordered
+    chosen = {*signature.unordered, *choices.find_chosen(model_file.read(model.path).graph)}
+    edit.infer_shapes(floating)
+    usable = {value.name for node in floating.graph for value in node.outputs if _is_gradual(value)} - chosen
+    judged = [str(value.name) for value in quantized.graph.outputs if value.name in usable]
+    if judged:
+        return {name: f"output {name!r}" for name in judged}
+    waiting, seen = list(quantized.graph.outputs), set[ir.Value]()
+    while waiting:
+        value = waiting.pop(0)
+        node = value.producer()
+        if value in seen or node is None or node.op_type in choices.SHAPES:
+            continue
+        seen.add(value)
+        if value.name in usable:
+            judged.append(str(value.name))
+        else:
+            waiting += [given for given in node.inputs if given is not None]
+    return {name: f"value {name!r}" for name in judged}
+
+
+def _is_gradual(value: "ir.Value") -> bool:
+    """Tell whether a value is a float that small changes before it change a little: no whole number in a float."""
+    if value.dtype is None or not value.dtype.is_floating_point():
+        return False
+    node = value.producer()
+    if node is None or node.op_type != "Cast":
+        return node is None or node.op_type not in _STEPS
+    given = layers.get_input(node, 0).dtype
+    return given is None or given.is_floating_point()
 
 
 def _read_rows(reference: Path, what: str, count: int) -> list[dict[str, Array]]:

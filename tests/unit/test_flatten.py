@@ -11,7 +11,7 @@ from onnx import AttributeProto, TensorProto, helper, numpy_helper
 
 from enginesmith.pipeline.artifact import Effect
 from enginesmith.pipeline.errors import ModelError
-from enginesmith.pipeline.frameworks.onnx import edit, evaluator, flatten, model_file, validation
+from enginesmith.pipeline.frameworks.onnx import edit, evaluator, flatten, traversal, validation
 from enginesmith.pipeline.frameworks.source import resolve
 from enginesmith.pipeline.tasks.load import LoadOnnx
 from enginesmith.pipeline.workflows.inspect import inspect
@@ -125,7 +125,7 @@ def test_functions_are_inlined_on_loading(tmp_path: Path, case: Any, external: b
     path = save(tmp_path, nodes, functions, {"w": WEIGHT}, **more)
     effect, model = load(path, tmp_path / "out")
     assert not model.functions
-    assert {node.domain for node in model_file.nodes(model)} == {""}
+    assert {node.domain for node in traversal.nodes(model)} == {""}
     assert [entry.domain for entry in model.opset_import] == [""]
     assert effect.notes == (f"functions were inlined: {', '.join(each.name for each in functions)}",)
     validation.check(tmp_path / "out" / effect.file)

@@ -9,7 +9,7 @@ import pytest
 from onnx import TensorProto, helper, numpy_helper
 
 from enginesmith.pipeline.errors import InvalidGraph, ModelError
-from enginesmith.pipeline.frameworks.onnx import model_file
+from enginesmith.pipeline.frameworks.onnx import traversal
 from enginesmith.pipeline.measure.prosecution import reduction
 from enginesmith.pipeline.tensors import Array, Feeds
 
@@ -137,7 +137,7 @@ def test_subgraphs_count_as_read() -> None:
         [numpy_helper.from_array(np.float32(1), "own")],
     )
     branch = NODE("If", ["condition"], ["y"], then_branch=body, else_branch=body)
-    assert set(model_file.list_reads(branch)) == {"condition", "outer"}
+    assert set(traversal.list_reads(branch)) == {"condition", "outer"}
 
 
 def test_a_graph_with_large_weights_in_another_file_is_refused_before_they_are_read(

@@ -11,7 +11,7 @@ from onnx import TensorProto, helper, numpy_helper
 from enginesmith.pipeline.errors import FidelityError
 from enginesmith.pipeline.frameworks.fidelity import Fidelity, compare, compare_calls, describe_failure, thresholds_for
 from enginesmith.pipeline.frameworks.onnx import model_file
-from enginesmith.pipeline.frameworks.onnx.model_file import find_unordered
+from enginesmith.pipeline.frameworks.onnx.choices import find_unordered
 from enginesmith.pipeline.frameworks.rounding import FINE, Draw, make_records
 from enginesmith.pipeline.tensors import Array, Signature, TensorSpec
 

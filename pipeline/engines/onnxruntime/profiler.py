@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 from enginesmith.pipeline.engines.profiling import NODE, WARM_CALLS, OperatorTime, Origin, Profiled, Tally, narrowest
 from enginesmith.pipeline.errors import MissingCapability, ModelError
-from enginesmith.pipeline.frameworks.onnx import model_file
+from enginesmith.pipeline.frameworks.onnx import model_file, traversal
 from enginesmith.pipeline.frameworks.onnx.coverage import CONVERTERS, is_product
 from enginesmith.pipeline.frameworks.onnx.shapes import attributes
 from enginesmith.pipeline.units import group_values
@@ -75,7 +75,7 @@ class Provenance:
             InvalidGraph: it cannot be read.
         """
         model = model_file.skeleton(path)
-        self._nodes = list(model_file.nodes(model))
+        self._nodes = list(traversal.nodes(model))
         self._constants = {tensor.name for tensor in model.graph.initializer}
         self._makers = {output: node for node in self._nodes for output in node.output if output}
         self._named = {node.name: node for node in self._nodes if node.name}
@@ -121,7 +121,7 @@ class Provenance:
         Raises:
             InvalidGraph: it cannot be read.
         """
-        executed = list(model_file.nodes(model_file.skeleton(path)))
+        executed = list(traversal.nodes(model_file.skeleton(path)))
         same = self._aliases(executed)
         cuts = {same[output] for node in executed for output in node.output if output in same}
         origins = {node.name: self._of_node(node, same, cuts) for node in executed}

@@ -37,7 +37,7 @@ from enginesmith.pipeline.errors import (
     StoreError,
     install_command,
 )
-from enginesmith.pipeline.frameworks.onnx import model_file, rounding
+from enginesmith.pipeline.frameworks.onnx import model_file, rounding, traversal
 from enginesmith.pipeline.system.device import Device
 from enginesmith.pipeline.system.oom import out_of_memory, says_out_of_memory
 from enginesmith.pipeline.tensors import Array, Feeds, Signature
@@ -225,8 +225,8 @@ def find_wrong_optimizers(path: Path) -> tuple[str, ...]:
         model = model_file.read(path)
     except (OSError, ValueError, InvalidGraph):  # ValueError: an empty file
         return ()
-    pairs = [node for node in model_file.nodes(model) if node.op_type in ("QuantizeLinear", "DequantizeLinear")]
-    constants = [(tensor.name, model_file.dtype_name(tensor.data_type)) for tensor in model_file.tensors(model)]
+    pairs = [node for node in traversal.nodes(model) if node.op_type in ("QuantizeLinear", "DequantizeLinear")]
+    constants = [(tensor.name, model_file.dtype_name(tensor.data_type)) for tensor in traversal.tensors(model)]
     if any(dtype.startswith("float8") for _, dtype in constants):
         return _WRONG_IN_FLOAT8
     scales = {node.input[1] for node in pairs if len(node.input) > 1}
@@ -296,7 +296,7 @@ def _advise_older_opset(text: str) -> str:
 def _find_module(path: Path, text: str) -> str:
     """Name the operator and the module of the node that ONNX Runtime names, where the graph tells."""
     name = re.search(r"with name '([^']+)'", text)
-    node = next((node for node in model_file.nodes(model_file.read(path)) if name and node.name == name[1]), None)
+    node = next((node for node in traversal.nodes(model_file.read(path)) if name and node.name == name[1]), None)
     entries = node.metadata_props if node else ()
     module = next((entry.value for entry in entries if entry.key == model_file.MODULE_KEY), "")
     return f" ({node.op_type} in the module {module!r})" if node and module else ""

@@ -17,7 +17,7 @@ from enginesmith.pipeline.engines.onnxruntime.profiler import Provenance
 from enginesmith.pipeline.engines.openvino.session import FloatType, OpenVINOSession
 from enginesmith.pipeline.engines.openvino.whole_numbers import WholeNumbers
 from enginesmith.pipeline.engines.profiling import OperatorTime, Origin, Profiled, ProfileRequest, Tally, warm_up
-from enginesmith.pipeline.frameworks.onnx import model_file
+from enginesmith.pipeline.frameworks.onnx import model_file, traversal
 from enginesmith.pipeline.frameworks.onnx.coverage import CONVERTERS, find_dequantized, is_product
 
 if TYPE_CHECKING:
@@ -107,7 +107,7 @@ def read_layers(compiled: Any, rounded: Collection[str]) -> Iterator[Layer]:
 
 def find_rounded(graph: "onnx.ModelProto") -> tuple[set[str], list[str]]:
     """Find the nodes that read or write int8, and the products that multiply two factors in it, by name."""
-    nodes = list(model_file.nodes(graph))
+    nodes = list(traversal.nodes(graph))
     quantized = {node.input[0] for node in nodes if node.op_type == "QuantizeLinear"}
     known = find_dequantized(nodes)
     products = [node.name for node in nodes if is_product(node) and known.issuperset(node.input[:2])]

@@ -9,7 +9,7 @@ import functools
 from collections import defaultdict
 from typing import TYPE_CHECKING, NamedTuple
 
-from enginesmith.pipeline.frameworks.onnx import model_file
+from enginesmith.pipeline.frameworks.onnx import model_file, traversal
 
 if TYPE_CHECKING:
     import onnx
@@ -60,7 +60,7 @@ def find_whole_numbers(model: "onnx.ModelProto") -> WholeNumbers:
         for at, name in enumerate(node.input):
             readers[name].append((node, at))
         results = whole.intersection(node.output)
-        if results and node.op_type not in model_file.COUNTING and given.intersection(model_file.list_reads(node)):
+        if results and node.op_type not in model_file.COUNTING and given.intersection(traversal.list_reads(node)):
             given.update(results)
             products += [node] if node.op_type in _GROWING and results & long else []
             quotients += [node] if node.op_type in _DIVIDING else []

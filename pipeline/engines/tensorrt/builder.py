@@ -36,7 +36,7 @@ from enginesmith.pipeline.errors import (
     UnsupportedGraph,
     UsageError,
 )
-from enginesmith.pipeline.frameworks.onnx import model_file
+from enginesmith.pipeline.frameworks.onnx import model_file, traversal
 from enginesmith.pipeline.units import format_bytes
 
 _ASKED_FOR = re.compile(r"[Rr]equested size (?:was|of) (\d+)")
@@ -92,7 +92,7 @@ def build_error(log: BuildLog, graph: Path, workspace_bytes: int | None, flavour
     if any(words in text for words in _UNSUPPORTED):
         node = _node(text, graph)
         for operator in _NEVER_BUILT.get(flavour, ()) if not node else ():
-            if any(each.op_type == operator for each in model_file.nodes(model_file.read(graph))):
+            if any(each.op_type == operator for each in traversal.nodes(model_file.read(graph))):
                 message = f"{flavour} has no kernel for {operator}, in any precision and for any target"
                 remedy = "end the graph before it and choose boxes behind the engine, or use onnxruntime or openvino"
                 return UnsupportedGraph(f"{message}: {reason}", remedy)
@@ -105,7 +105,7 @@ def build_error(log: BuildLog, graph: Path, workspace_bytes: int | None, flavour
 
 def _node(text: str, graph: Path) -> str:
     """Find the first node of the graph that the text names, with the module it comes from."""
-    nodes = {node.name: node for node in model_file.nodes(model_file.read(graph)) if node.name}
+    nodes = {node.name: node for node in traversal.nodes(model_file.read(graph)) if node.name}
     for match in _QUOTED.finditer(text):
         name = next(group for group in match.groups() if group)
         if name in nodes:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from enginesmith.pipeline.engines.tensorrt.versions import Capabilities
 from enginesmith.pipeline.errors import UnsupportedGraph, UsageError
-from enginesmith.pipeline.frameworks.onnx import model_file
+from enginesmith.pipeline.frameworks.onnx import model_file, traversal
 from enginesmith.pipeline.system.software import numbers
 
 if TYPE_CHECKING:
@@ -104,8 +104,8 @@ def validate_graph(model: "onnx.ModelProto", targets: tuple[str, ...], known: Ca
 
 def _used_types(model: "onnx.ModelProto") -> set[str]:
     """Collect element types of weights, of what Cast and QuantizeLinear make, and of the graph's inputs and outputs."""
-    kinds = {tensor.data_type for tensor in model_file.tensors(model)}
-    kinds |= {_attribute(node, name) for node in model_file.nodes(model) for name in ("to", "output_dtype")}
+    kinds = {tensor.data_type for tensor in traversal.tensors(model)}
+    kinds |= {_attribute(node, name) for node in traversal.nodes(model) for name in ("to", "output_dtype")}
     values = (*model.graph.input, *model.graph.output)
     kinds |= {value.type.tensor_type.elem_type for value in values if value.type.WhichOneof("value") == "tensor_type"}
     return {model_file.dtype_name(kind) for kind in kinds if kind > 0}
@@ -127,7 +127,7 @@ def _types(model: "onnx.ModelProto") -> Iterator[Problem]:
         name = model_file.dtype_name(kind)
         if name in _WHY_TYPES and name != "uint8":
             yield f"the {side} {value!r} is {name}", _WHY_TYPES[name]
-    for node in model_file.nodes(model):
+    for node in traversal.nodes(model):
         to = model_file.dtype_name(_attribute(node, "to")) if node.op_type == "Cast" else ""
         if to in ("float64", "complex64", "complex128", "string"):
             yield f"{node_name(node)} casts to {to}", _WHY_TYPES[to]
@@ -136,7 +136,7 @@ def _types(model: "onnx.ModelProto") -> Iterator[Problem]:
 def _zero_points(model: "onnx.ModelProto") -> Iterator[Problem]:
     """Yield Q/DQ nodes that quantize to uint8, with or without a zero point that says so."""
     kinds = {tensor.name: model_file.dtype_name(tensor.data_type) for tensor in model.graph.initializer}
-    for node in model_file.nodes(model):
+    for node in traversal.nodes(model):
         if node.op_type not in ("QuantizeLinear", "DequantizeLinear"):
             continue
         zero = node.input[2] if len(node.input) > 2 else ""
@@ -152,7 +152,7 @@ def _outputs(model: "onnx.ModelProto") -> Iterator[Problem]:
     import onnx
 
     versions = {entry.domain: entry.version for entry in model.opset_import}
-    for node in model_file.nodes(model):
+    for node in traversal.nodes(model):
         if node.domain not in ("", "ai.onnx") or not onnx.defs.has(node.op_type, versions.get("", 1), ""):
             continue
         schema = onnx.defs.get_schema(node.op_type, versions.get("", 1), "")
@@ -163,8 +163,8 @@ def _outputs(model: "onnx.ModelProto") -> Iterator[Problem]:
 
 def _attention_to_itself(model: "onnx.ModelProto") -> Iterator[Problem]:
     """Yield attention without projections: Q and K are one tensor."""
-    same = {node.output[0]: node.input[0] for node in model_file.nodes(model) if node.op_type == "Identity"}
-    for node in model_file.nodes(model):
+    same = {node.output[0]: node.input[0] for node in traversal.nodes(model) if node.op_type == "Identity"}
+    for node in traversal.nodes(model):
         if node.op_type == "Attention" and node.domain in ("", "ai.onnx"):
             queries, keys = node.input[:2]
             while queries in same:
@@ -271,7 +271,7 @@ def _node(error: _Refused, model: "onnx.ModelProto") -> "onnx.NodeProto | None":
     if 0 <= error.index < len(nodes) and nodes[error.index].op_type == error.operator:
         node: onnx.NodeProto = nodes[error.index]
         return node
-    return next((node for node in model_file.nodes(model) if error.name and node.name == error.name), None)
+    return next((node for node in traversal.nodes(model) if error.name and node.name == error.name), None)
 
 
 def _reason(error: _Refused, node: "onnx.NodeProto | None") -> tuple[str, str]:

@@ -11,7 +11,7 @@ from math import prod
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from enginesmith.pipeline.frameworks.onnx import model_file
+from enginesmith.pipeline.frameworks.onnx import model_file, traversal
 from enginesmith.pipeline.frameworks.onnx.shapes import View, attributes, view
 from enginesmith.pipeline.frameworks.records import HALF, QUANTIZED, Coverage
 from enginesmith.pipeline.units import group_values
@@ -203,7 +203,7 @@ def find_dequantized(nodes: "Iterable[onnx.NodeProto]") -> set[str]:
 
 def list_float32(model: "onnx.ModelProto") -> "list[tuple[onnx.NodeProto, str]]":
     """List the nodes that are marked to stay in float32, each with the reason."""
-    entries = ((node, entry) for node in model_file.nodes(model) for entry in node.metadata_props)
+    entries = ((node, entry) for node in traversal.nodes(model) for entry in node.metadata_props)
     return [(node, entry.value) for node, entry in entries if entry.key == model_file.FLOAT32_KEY]
 
 
@@ -420,12 +420,12 @@ def find_precision(path: Path) -> str:
     """
     model = _inline_functions(model_file.skeleton(path))
     stored: Counter[str] = Counter()
-    for tensor in model_file.tensors(model):
+    for tensor in traversal.tensors(model):
         stored[_name_type(tensor.data_type)] += model_file.count_elements(tensor)
     read = _count_read_constants(model)
     floats = read if any(read[name] for name in _FLOATS) else stored
     rest = max(_FLOATS, key=lambda name: floats[name])
-    operators = {node.op_type for node in model_file.nodes(model)}
+    operators = {node.op_type for node in traversal.nodes(model)}
     if "DequantizeLinear" not in operators:
         return rest if operators.isdisjoint(_DYNAMIC) else "int8-dynamic"
     narrow = next((name for name in _PACKABLE if stored[name]), "int8")
@@ -446,10 +446,10 @@ def _inline_functions(model: "onnx.ModelProto") -> "onnx.ModelProto":
 
 def _count_read_constants(model: "onnx.ModelProto") -> Counter[str]:
     """Count the constants' numbers by the type that operators compute with, which is that behind a Cast."""
-    constants = {tensor.name: tensor for graph in model_file.list_graphs(model) for tensor in graph.initializer}
+    constants = {tensor.name: tensor for graph in traversal.list_graphs(model) for tensor in graph.initializer}
     known = {name: (_name_type(each.data_type), model_file.count_elements(each)) for name, each in constants.items()}
     counts: Counter[str] = Counter()
-    for node in model_file.nodes(model):
+    for node in traversal.nodes(model):
         source = known.get(node.input[0]) if node.input else None
         if node.op_type == "Constant":
             for tensor in (entry.t for entry in node.attribute if entry.name == "value"):

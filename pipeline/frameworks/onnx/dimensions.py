@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from enginesmith.pipeline.errors import MissingCapability, ModelError, SignatureError
-from enginesmith.pipeline.frameworks.onnx import evaluator, model_file
+from enginesmith.pipeline.frameworks.onnx import evaluator, model_file, traversal
 from enginesmith.pipeline.tensors import Feeds, TensorSpec, format_sizes, is_sum, join_sum, list_words, write_options
 
 if TYPE_CHECKING:
@@ -34,7 +34,7 @@ def write_inputs(path: Path, given: Sequence[TensorSpec], target: Path) -> None:
                 model_file.is_unnamed(proto) and isinstance(new, int)
             ):
                 _write(proto, new)
-    for graph in model_file.list_graphs(model):
+    for graph in traversal.list_graphs(model):
         for value in graph.value_info:
             for proto in value.type.tensor_type.shape.dim:
                 if proto.dim_param in texts:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from enginesmith.pipeline.errors import ModelError
-from enginesmith.pipeline.frameworks.onnx import edit, ir, model_file
+from enginesmith.pipeline.frameworks.onnx import edit, ir, model_file, traversal
 from enginesmith.pipeline.units import format_bytes, name_some
 
 if TYPE_CHECKING:
@@ -85,13 +85,13 @@ def has_sparse_weights(model: "onnx.ModelProto") -> bool:
 
 
 def _list_sparse_bodies(model: "onnx.ModelProto") -> list["onnx.GraphProto"]:
-    return [graph for graph in model_file.list_graphs(model) if graph.sparse_initializer]
+    return [graph for graph in traversal.list_graphs(model) if graph.sparse_initializer]
 
 
 def _list_sparse_constants(model: "onnx.ModelProto") -> list[tuple[str, "onnx.AttributeProto"]]:
     return [
         (node.output[0], attribute)
-        for node in model_file.nodes(model)
+        for node in traversal.nodes(model)
         if node.op_type == "Constant"
         for attribute in node.attribute
         if attribute.HasField("sparse_tensor")

@@ -7,14 +7,15 @@ when they do not.
 import re
 import shutil
 from collections import Counter
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING
 
 import numpy as np
 from pydantic import BaseModel
 
 from enginesmith.pipeline.errors import InvalidGraph, SignatureError
+from enginesmith.pipeline.frameworks.onnx import choices, traversal
 from enginesmith.pipeline.frameworks.samples import batch_symbol
 from enginesmith.pipeline.tensors import (
     BATCH,
@@ -104,7 +105,7 @@ def skeleton(path: Path) -> "onnx.ModelProto":
 
 def _without_weights(model: "onnx.ModelProto") -> "onnx.ModelProto":
     """Take the values of large weights out of a model; returns it."""
-    for tensor in tensors(model):
+    for tensor in traversal.tensors(model):
         if len(tensor.raw_data) > _SKELETON_BYTES:
             tensor.ClearField("raw_data")
     return model
@@ -133,7 +134,7 @@ def signature(path: Path) -> Signature:
     declared = Signature(
         inputs=tuple(_name_sums(spec, f"input_{position}", alone, names) for position, spec in enumerate(specs)),
         outputs=tuple(_name_sums(spec, f"output_{position}", alone, names) for position, spec in enumerate(results)),
-        unordered=find_unordered(graph),
+        unordered=choices.find_unordered(graph),
         tables=_count_table_rows(graph),
     )
     symbol = batch_symbol(declared)
@@ -276,7 +277,7 @@ def summary(path: Path) -> Summary:
         InvalidGraph: the file cannot be read.
     """
     model = read(path)
-    operators, sizes = Counter(node.op_type for node in nodes(model)), _bytes_by_dtype(model)
+    operators, sizes = Counter(node.op_type for node in traversal.nodes(model)), _bytes_by_dtype(model)
     domains = {entry.domain or "ai.onnx": entry.version for entry in model.opset_import}
     return Summary(
         opset=domains.get("ai.onnx", 0),
@@ -286,7 +287,7 @@ def summary(path: Path) -> Summary:
         nodes=operators.total(),
         operators=dict(sorted(operators.items(), key=lambda item: (-item[1], item[0]))),
         weight_bytes=sizes.total(),
-        parameters=sum(map(count_elements, tensors(model))),
+        parameters=sum(map(count_elements, traversal.tensors(model))),
         weight_dtypes=dict(sizes.most_common()),
     )
 
@@ -298,7 +299,7 @@ def count_weight_bytes(model: "onnx.ModelProto") -> int:
 
 def _bytes_by_dtype(model: "onnx.ModelProto") -> Counter[str]:
     sizes = Counter[str]()
-    for tensor in tensors(model):
+    for tensor in traversal.tensors(model):
         sizes[dtype_name(tensor.data_type)] += _bytes(tensor)
     return sizes
 
@@ -324,7 +325,7 @@ def external_files(path: Path) -> list[str]:
     Raises:
         InvalidGraph: the file cannot be read.
     """
-    return sorted({locate_external(tensor)[0] for tensor in tensors(read(path)) if is_external(tensor)})
+    return sorted({locate_external(tensor)[0] for tensor in traversal.tensors(read(path)) if is_external(tensor)})
 
 
 def copy(path: Path, target: Path) -> None:
@@ -334,63 +335,12 @@ def copy(path: Path, target: Path) -> None:
         shutil.copyfile(path.parent / source, target.parent / name)
 
 
-def nodes(model: "onnx.ModelProto") -> Iterator["onnx.NodeProto"]:
-    """Yield every node: of the graph, of subgraphs and of function bodies."""
-    for body in (model.graph, *model.functions):
-        yield from _walk(body.node)
-
-
-def _walk(sequence: Iterable["onnx.NodeProto"]) -> Iterator["onnx.NodeProto"]:
-    for node in sequence:
-        yield node
-        for graph in subgraphs(node):
-            yield from _walk(graph.node)
-
-
-def subgraphs(node: "onnx.NodeProto") -> Iterator["onnx.GraphProto"]:
-    """List the graphs inside of a node: branches, or the body of a loop."""
-    for attribute in node.attribute:
-        if attribute.HasField("g"):
-            yield attribute.g
-        yield from attribute.graphs
-
-
-def list_graphs(model: "onnx.ModelProto") -> Iterator["onnx.GraphProto"]:
-    """Yield the main graph, and all graphs inside of nodes, those of function bodies too."""
-    yield model.graph
-    for node in nodes(model):
-        yield from subgraphs(node)
-
-
-def list_reads(node: "onnx.NodeProto") -> Iterator[str]:
-    """Yield the names of the values that a node reads, also by the graphs within it."""
-    yield from filter(None, node.input)
-    for graph in subgraphs(node):
-        own = {value.name for value in graph.input} | {tensor.name for tensor in graph.initializer}
-        own |= {name for inner in graph.node for name in inner.output}
-        read = (name for inner in graph.node for name in list_reads(inner))
-        yield from (name for name in (*read, *(value.name for value in graph.output)) if name not in own)
-
-
-def tensors(model: "onnx.ModelProto") -> Iterator["onnx.TensorProto"]:
-    """Yield every constant: initializers and attributes, of subgraphs and function bodies too."""
-    for graph in list_graphs(model):
-        yield from graph.initializer
-        for sparse in graph.sparse_initializer:
-            yield sparse.values
-    for node in nodes(model):
-        for attribute in node.attribute:
-            if attribute.HasField("t"):
-                yield attribute.t
-            yield from attribute.tensors
-
-
 def list_empty(model: "onnx.ModelProto") -> set[str]:
     """Name the constants of one dimension that have no elements, of subgraphs, too."""
-    stored = {tensor.name: tensor for graph in list_graphs(model) for tensor in graph.initializer}
+    stored = {tensor.name: tensor for graph in traversal.list_graphs(model) for tensor in graph.initializer}
     constants = {
         node.output[0]: attribute.t
-        for node in nodes(model)
+        for node in traversal.nodes(model)
         if node.op_type == "Constant"
         for attribute in node.attribute
         if attribute.HasField("t")
@@ -419,7 +369,6 @@ def locate_external(tensor: "onnx.TensorProto") -> tuple[str, int, int]:
 
 COUNTING = ("Shape", "Size", "ArgMax", "ArgMin", "NonZero", "TopK")
 """Operators whose whole numbers are sizes and places, whatever they are of."""
-_SAME_NUMBERS = ("Cast", "Identity", "Unsqueeze", "Squeeze", "Reshape", "Flatten", "Transpose", "Expand")
 
 
 def _count_table_rows(graph: "onnx.GraphProto") -> dict[str, int]:
@@ -432,7 +381,7 @@ def _count_table_rows(graph: "onnx.GraphProto") -> dict[str, int]:
     rows = dict[str, int]()
     for node in graph.node:
         read = node.input[0] if node.input else ""
-        if node.op_type in _SAME_NUMBERS and read in inputs:
+        if node.op_type in choices.SAME_NUMBERS and read in inputs:
             inputs[node.output[0]] = inputs[read]
         elif node.op_type == "DequantizeLinear" and read in sizes:
             sizes[node.output[0]] = sizes[read]
@@ -440,160 +389,3 @@ def _count_table_rows(graph: "onnx.GraphProto") -> dict[str, int]:
             size = sizes[read][next((entry.i for entry in node.attribute if entry.name == "axis"), 0)]
             rows[name] = min(size, rows.get(name, size))
     return rows
-
-
-# Outputs whose rows are chosen by values, so that rounding may change their number and order.
-
-_SELECTING = {"NonMaxSuppression": 0, "NonZero": 0, "Compress": 0, "TopK": 1, "Unique": 0}
-"""Operators that choose by value, and their first output that depends on the order (a TopK's values are sorted)."""
-_LISTING = {"NonZero": 0, "Unique": 0, "Compress": 1}
-"""Selecting operators that list what has certain values, and the input with these: equal values give equal lists, so
-that an answer changes only where rounding changes the values."""
-_IN_ORDER = ("NonZero", "Compress")
-"""Listing operators that keep the order of places."""
-_SCATTERING = ("ScatterND", "ScatterElements", "Scatter")
-_SHAPES = ("Shape", "Size")
-_COPYING = ("Identity", "Cast")
-_REDUCING = ("ArgMax", "ArgMin", "GlobalAveragePool", "GlobalMaxPool")
-_COMPARING = ("Equal", "Greater", "GreaterOrEqual", "Less", "LessOrEqual")
-_EXACT = frozenset(
-    (*_COMPARING, "Not", "And", "Or", "Xor", "Where", "Add", "Sub", "Mul", "Max", "Min", "Neg", "Abs", "Sign", "Clip")
-    + ("Cast", "Identity", "Reshape", "Squeeze", "Unsqueeze", "Flatten", "Transpose", "Expand", "Tile", "Slice", "Pad")
-    + ("Split", "Concat", "Gather", "GatherElements", "GatherND", "ScatterElements", "ScatterND", "OneHot", "Trilu")
-    + ("ReduceSum", "ReduceMax", "ReduceMin", "CumSum", "Range", "ConstantOfShape", "NonZero", "Compress", "Unique")
-)
-"""Operators that round nothing as long as all numbers are whole."""
-_SAME_THROUGHOUT = (*_SAME_NUMBERS, "Tile", "Neg", "Not")
-_WHOLE = ("BOOL", "INT8", "INT16", "INT32", "INT64", "UINT8", "UINT16", "UINT32", "UINT64")
-_SMALL = 1 << 12
-"""Numbers of a constant, and bytes of an attribute, up to which it is looked at."""
-_Choices = frozenset[tuple[str, int]]
-"""Operators that chose rows, each with a number; those that do the same with the same values have the same one."""
-_NONE: _Choices = frozenset()
-
-
-def find_unordered(graph: "onnx.GraphProto") -> dict[str, Literal["rows", "positions"]]:
-    """Find the outputs that depend on rows that NonMaxSuppression, TopK, NonZero, Compress or Unique chose by values.
-
-    Not those behind a reduction, which do not depend on the order; not what is computed from shapes alone; not what is
-    chosen by whole numbers of the inputs, which nothing rounds; nor what rows are written into at the places that they
-    were chosen from. The values of a TopK count where what was chosen by its indices is an output, too.
-    """
-    return _ChoiceSearch(graph).find_outputs()
-
-
-class _ChoiceSearch:
-    """Follow through a graph in which values the order of rows depends on other values."""
-
-    def __init__(self, graph: "onnx.GraphProto") -> None:
-        self._outputs = [value.name for value in graph.output]
-        self._varying = {value.name for value in graph.input} - {weight.name for weight in graph.initializer}
-        self._chosen, self._sorted = dict[str, _Choices](), dict[str, _Choices]()
-        self._positions, self._exact, self._fractions, self._uniform = (set[str]() for _ in range(4))
-        self._numbers = dict[object, int]()
-        """A number for each value; those that are computed alike have the same one."""
-        for value in graph.input:
-            self._look_at_input(value)
-        for weight in graph.initializer:
-            self._look_at_constant(weight.name, weight)
-        for node in graph.node:
-            self._look_at_node(node)
-
-    def find_outputs(self) -> dict[str, Literal["rows", "positions"]]:
-        """Find the outputs that have such rows."""
-        chosen = set(self._chosen)
-        if not chosen.isdisjoint(self._outputs):
-            chosen.update(self._sorted)
-        return {name: "positions" if name in self._positions else "rows" for name in self._outputs if name in chosen}
-
-    def _look_at_input(self, value: "onnx.ValueInfoProto") -> None:
-        import onnx
-
-        if value.name in self._varying and onnx.TensorProto.DataType.Name(value.type.tensor_type.elem_type) in _WHOLE:
-            self._exact.add(value.name)
-
-    def _look_at_constant(self, name: str, tensor: "onnx.TensorProto") -> None:
-        """Mark whole numbers, a single one that is none, and numbers that are all the same."""
-        import onnx
-        from onnx import numpy_helper
-
-        if onnx.TensorProto.DataType.Name(tensor.data_type) in _WHOLE:
-            self._exact.add(name)
-        if tensor.data_location == onnx.TensorProto.EXTERNAL or not 0 < np.prod(tensor.dims, dtype=int) <= _SMALL:
-            return
-        numbers = numpy_helper.to_array(tensor).reshape(-1)
-        if numbers.dtype.kind == "f" and numbers.size == 1:
-            (self._exact if numbers[0] == np.round(numbers[0]) else self._fractions).add(name)
-        if (numbers == numbers[0]).all():
-            self._uniform.add(name)
-
-    def _look_at_node(self, node: "onnx.NodeProto") -> None:
-        read, kind = set(list_reads(node)), node.op_type
-        self._number(node)
-        self._look_at_values(node)
-        if read.isdisjoint(self._varying) or kind in _SHAPES:
-            return
-        self._varying.update(node.output)
-        if kind == "NonMaxSuppression" or (kind in _COPYING and not read.isdisjoint(self._positions)):
-            self._positions.update(node.output)
-        before = self._find_choices(read)
-        if kind in _SELECTING:
-            first = _SELECTING[kind]
-            fixed = kind in _LISTING and node.input[_LISTING[kind]] in self._exact
-            own = before if fixed else before | {(kind, self._numbers[node.output[first]])}
-            self._mark(self._chosen, node.output[first:], own)
-            self._mark(self._sorted, node.output[:first], own)
-        elif any(inner.op_type in _SELECTING for inner in _walk([node])):
-            self._mark(self._chosen, node.output, before | {(kind, self._numbers[node.output[0]])})
-        elif kind in _SCATTERING and self._places_are_chosen_alone(node):
-            return
-        elif not read.isdisjoint(self._chosen) and not kind.startswith("Reduce") and kind not in _REDUCING:
-            self._mark(self._chosen, node.output, before)
-        elif read.isdisjoint(self._chosen):
-            self._mark(self._sorted, node.output, before)
-
-    def _find_choices(self, names: Iterable[str]) -> _Choices:
-        return _NONE.union(*(self._chosen.get(name, _NONE) | self._sorted.get(name, _NONE) for name in names))
-
-    @staticmethod
-    def _mark(choices: dict[str, _Choices], names: Iterable[str], own: _Choices) -> None:
-        if own:
-            choices.update(dict.fromkeys(names, own))
-
-    def _places_are_chosen_alone(self, node: "onnx.NodeProto") -> bool:
-        """Tell whether a scatter writes the same whatever the order of its indices, into rows whose order is fixed.
-
-        So it does if each update was chosen along with its index, since such pairs move together, or if all updates are
-        the same. NonZero and Compress keep the order of places, so that no row of other updates changes its place.
-        """
-        given, indices, updates = node.input[:3]
-        placed, moved = self._chosen.get(indices, _NONE), self._find_choices([updates])
-        if not placed or self._find_choices([given]):
-            return False
-        if moved:
-            return moved == placed
-        return updates in self._uniform or all(operator in _IN_ORDER for operator, _ in placed)
-
-    def _number(self, node: "onnx.NodeProto") -> None:
-        """Give the node's results a number; large constants, and nodes with subgraphs, are alike to none."""
-        given: list[object] = [self._numbers.setdefault(name, len(self._numbers)) for name in node.input]
-        alone = any(entry.HasField("g") or entry.ByteSize() > _SMALL for entry in node.attribute)
-        settings = [] if alone else sorted(entry.SerializeToString() for entry in node.attribute)
-        own = node.output[0] if alone else ""
-        for position, name in enumerate(node.output):  # an output that nobody asked for has no name
-            key = (node.domain, node.op_type, own, *given, *settings, position)
-            self._numbers[name] = self._numbers.setdefault(key, len(self._numbers))
-
-    def _look_at_values(self, node: "onnx.NodeProto") -> None:
-        """Mark results that are exact, or the same throughout."""
-        given, kind = {name for name in node.input if name}, node.op_type
-        if kind == "Constant":
-            for entry in node.attribute:
-                if entry.name == "value":
-                    self._look_at_constant(node.output[0], entry.t)
-        known = self._exact | self._fractions if kind in _COMPARING else self._exact
-        exact = kind in _EXACT and bool(given) and given <= known
-        if exact or (kind in _SHAPES and given.isdisjoint(self._chosen)):
-            self._exact.update(node.output)
-        if kind == "ConstantOfShape" or (kind in _SAME_THROUGHOUT and node.input[0] in self._uniform):
-            self._uniform.update(node.output)

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from enginesmith.pipeline.errors import MissingCapability, ModelError, SourceError
-from enginesmith.pipeline.frameworks.onnx import evaluator, model_file
+from enginesmith.pipeline.frameworks.onnx import evaluator, model_file, traversal
 from enginesmith.pipeline.tensors import DTYPES
 from enginesmith.pipeline.units import count_words, name_some
 
@@ -73,7 +73,7 @@ def _answers_differ(path: Path, sizes: Mapping[str, int]) -> bool:
 
 def find_random_nodes(model: "onnx.ModelProto") -> "list[onnx.NodeProto]":
     """List the nodes with random results that an output may depend on, of subgraphs, too."""
-    if not any(node.op_type in _DRAWING or _may_drop(node) for node in model_file.nodes(model)):
+    if not any(node.op_type in _DRAWING or _may_drop(node) for node in traversal.nodes(model)):
         return []
     return list(_find_random(model.graph, set()))
 
@@ -85,10 +85,10 @@ def _find_random(graph: "onnx.GraphProto", false_outside: Collection[str]) -> "I
     for node in reversed(graph.node):
         if wanted.isdisjoint(node.output):
             continue
-        wanted.update(model_file.list_reads(node))
+        wanted.update(traversal.list_reads(node))
         if node.op_type in _DRAWING or (_may_drop(node) and node.input[_TRAINING] not in false):
             yield node
-        for body in model_file.subgraphs(node):
+        for body in traversal.subgraphs(node):
             yield from _find_random(body, false)
 
 

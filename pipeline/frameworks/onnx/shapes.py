@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from enginesmith.pipeline.frameworks.onnx import model_file
+from enginesmith.pipeline.frameworks.onnx import model_file, traversal
 from enginesmith.pipeline.tensors import compute_size, list_words
 
 if TYPE_CHECKING:
@@ -236,16 +236,16 @@ def view(path: Path, sizes: Mapping[str, int]) -> View:
     """
     model = model_file.skeleton(path)
     _fix_sizes(path, model, sizes)
-    initializers = [tensor for graph in model_file.list_graphs(model) for tensor in graph.initializer]
+    initializers = [tensor for graph in traversal.list_graphs(model) for tensor in graph.initializer]
     values = {item.name: Value(model_file.dtype_name(item.data_type), tuple(item.dims)) for item in initializers}
-    constants = {*values, *(node.output[0] for node in model_file.nodes(model) if node.op_type == "Constant")}
+    constants = {*values, *(node.output[0] for node in traversal.nodes(model) if node.op_type == "Constant")}
     nodes: dict[str, onnx.NodeProto] = {}
-    for index, node in enumerate(model_file.nodes(model)):
+    for index, node in enumerate(traversal.nodes(model)):
         name = node.name if node.name and node.name not in nodes else f"{node.name or node.op_type}_{index}"
         nodes[name] = _copy(node)
     _replace_foreign(model, {tensor.name: tensor.dims for tensor in initializers})
     imported = {entry.domain for entry in model.opset_import}  # inference gives up if a domain in use is not named
-    for domain in sorted({node.domain for node in model_file.nodes(model)} - imported):
+    for domain in sorted({node.domain for node in traversal.nodes(model)} - imported):
         model.opset_import.add(domain=domain, version=1 if domain else _OPSET)
     inferred = _infer(model)
     for _ in range(_ROUNDS):
@@ -261,7 +261,7 @@ def _infer(model: "onnx.ModelProto") -> dict[str, Value]:
 
     known = onnx.shape_inference.infer_shapes(model, check_type=False, strict_mode=False, data_prop=True)
     values: dict[str, Value] = {}
-    for graph in model_file.list_graphs(known):
+    for graph in traversal.list_graphs(known):
         for info in (*graph.input, *graph.output, *graph.value_info):
             _note(values, info)
     return values
@@ -277,7 +277,7 @@ def _fix_sizes(path: Path, model: "onnx.ModelProto", sizes: Mapping[str, int]) -
                 if dim.dim_param not in model_file.UNNAMED:
                     by_text[dim.dim_param] = compute_size(word, sizes)
                 dim.dim_value = compute_size(word, sizes)
-    for body in model_file.list_graphs(model):
+    for body in traversal.list_graphs(model):
         for value in (*body.input, *body.output, *body.value_info):
             for dim in value.type.tensor_type.shape.dim:
                 parts = [dim.dim_param] if dim.dim_param in by_text else map(str.strip, dim.dim_param.split("+"))
@@ -293,7 +293,7 @@ def _copy(node: "onnx.NodeProto") -> "onnx.NodeProto":
 
 def _replace_foreign(model: "onnx.ModelProto", dims: Dims) -> None:
     """Replace nodes of other domains by standard ones, where a rule fits."""
-    for graph in model_file.list_graphs(model):
+    for graph in traversal.list_graphs(model):
         nodes: list[onnx.NodeProto] = []
         for node in graph.node:
             rule = _RULES.get(node.op_type) if node.domain not in _STANDARD else None

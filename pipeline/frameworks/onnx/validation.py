@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from enginesmith.pipeline.errors import InvalidGraph
-from enginesmith.pipeline.frameworks.onnx import model_file
+from enginesmith.pipeline.frameworks.onnx import model_file, traversal
 from enginesmith.pipeline.frameworks.onnx.flatten import has_sparse_weights, make_dense
 
 if TYPE_CHECKING:
@@ -39,7 +39,7 @@ def check(path: Path, name: str = "", remedy: str = "export it again") -> None:
         raise InvalidGraph(f"{name} needs opset {opset}, and the installed onnx knows up to {newest}", update)
     if not model.graph.output:
         raise InvalidGraph(f"{name} has no outputs", "name at least one output when the graph is exported")
-    for tensor in model_file.tensors(model):
+    for tensor in traversal.tensors(model):
         if model_file.is_external(tensor):
             _check_external(path, name, tensor)
     try:
@@ -52,9 +52,9 @@ def check(path: Path, name: str = "", remedy: str = "export it again") -> None:
         raise InvalidGraph(f"{name} breaks the ONNX specification: {_brief(error)}", remedy) from error
     except (onnx.shape_inference.InferenceError, ValueError) as error:
         raise InvalidGraph(f"types or shapes in {name} contradict each other: {_brief(error)}", remedy) from error
-    for tensor in model_file.tensors(model):
+    for tensor in traversal.tensors(model):
         if model_file.count_elements(tensor) > 1 and _has_nan(path, tensor):
-            nodes = model_file.nodes(model)
+            nodes = traversal.nodes(model)
             constants = (node.output[0] for node in nodes if any(tensor == entry.t for entry in node.attribute))
             weight = next(constants, tensor.name)
             raise InvalidGraph(f"the weight {weight!r} of {name} holds NaN", "train or convert the model again")

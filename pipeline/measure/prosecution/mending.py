@@ -13,7 +13,7 @@ from enginesmith.pipeline.artifact import Artifact
 from enginesmith.pipeline.engines import simulation
 from enginesmith.pipeline.engines.base import Engine
 from enginesmith.pipeline.errors import EnginesmithError
-from enginesmith.pipeline.frameworks.onnx import model_file
+from enginesmith.pipeline.frameworks.onnx import traversal
 from enginesmith.pipeline.measure.prosecution import reduction
 from enginesmith.pipeline.measure.prosecution.judging import EXACT
 from enginesmith.pipeline.measure.prosecution.search import Disagreement
@@ -122,7 +122,7 @@ def _rank_nodes(stage: Stage, before: Stage, feeds: Feeds) -> list[str]:
     errors = {name: _measure_error(truth[name], values[name]) for name in truth.keys() & values.keys()}
     jumps: dict[str, float] = {}
     for node in model.graph.node:
-        given = max((errors.get(name, 0.0) for name in model_file.list_reads(node)), default=0.0)
+        given = max((errors.get(name, 0.0) for name in traversal.list_reads(node)), default=0.0)
         jumps[node.name] = max((errors.get(name, 0.0) for name in node.output), default=0.0) - given
     return sorted(jumps, key=lambda name: -jumps[name])
 

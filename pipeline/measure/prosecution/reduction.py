@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from enginesmith.pipeline.errors import InvalidGraph, ModelError
-from enginesmith.pipeline.frameworks.onnx import evaluator, model_file
+from enginesmith.pipeline.frameworks.onnx import evaluator, model_file, traversal
 from enginesmith.pipeline.tensors import Array, Feeds
 
 if TYPE_CHECKING:
@@ -132,10 +132,10 @@ def take_nodes(
     nodes, others = [model.graph.node[at] for at in positions], set(range(len(model.graph.node))) - set(positions)
     weights = {tensor.name: tensor for tensor in model.graph.initializer}
     results = {name for node in nodes for name in node.output if name}
-    read = list(dict.fromkeys(name for node in nodes for name in model_file.list_reads(node) if name not in results))
+    read = list(dict.fromkeys(name for node in nodes for name in traversal.list_reads(node) if name not in results))
     if missing := [name for name in read if name not in weights and name not in values]:
         raise ModelError(f"the value of {missing[0]} is not known")
-    wanted = {name for at in others for name in model_file.list_reads(model.graph.node[at])}
+    wanted = {name for at in others for name in traversal.list_reads(model.graph.node[at])}
     wanted |= {value.name for value in model.graph.output}
     outputs = [name for node in nodes for name in node.output if name in wanted]
     fed = [name for name in read if name not in weights]
@@ -269,7 +269,7 @@ def _walk_back(model: "onnx.ModelProto", makers: Mapping[str, int], right: set[s
     while waiting:
         if (name := waiting.pop()) not in value_names:
             value_names.add(name)
-            reads = model_file.list_reads(model.graph.node[makers[name]])
+            reads = traversal.list_reads(model.graph.node[makers[name]])
             waiting += [each for each in reads if each in makers and each not in right]
     return value_names
 
@@ -278,7 +278,7 @@ def _mends(
     model: "onnx.ModelProto", name: str, values: Feeds, truth: Feeds, outputs: Sequence[str], tolerance: float
 ) -> bool:
     """Tell whether some wrong output becomes right if a value is set right."""
-    readers = [at for at, node in enumerate(model.graph.node) if name in model_file.list_reads(node)]
+    readers = [at for at, node in enumerate(model.graph.node) if name in traversal.list_reads(node)]
     try:
         part, feeds = take_nodes(model, slice_between(model, readers, outputs), {**values, name: truth[name]})
         given = compute(part, feeds)
@@ -334,7 +334,7 @@ def slice_between(model: "onnx.ModelProto", first: Iterable[int], outputs: Itera
     """List the nodes on the ways from some nodes to some outputs."""
     reached, names = set(first), {name for at in first for name in model.graph.node[at].output}
     for at, node in enumerate(model.graph.node):
-        if at not in reached and not names.isdisjoint(model_file.list_reads(node)):
+        if at not in reached and not names.isdisjoint(traversal.list_reads(node)):
             reached.add(at)
             names.update(node.output)
     needed, selection = set(outputs), set[int]()
@@ -342,5 +342,5 @@ def slice_between(model: "onnx.ModelProto", first: Iterable[int], outputs: Itera
         node = model.graph.node[at]
         if at in reached and not needed.isdisjoint(node.output):
             selection.add(at)
-            needed.update(model_file.list_reads(node))
+            needed.update(traversal.list_reads(node))
     return sorted(selection)

@@ -1,0 +1,59 @@
+"""Walk through the nodes of an ONNX file, and the graphs inside of them."""
+
+from collections.abc import Iterable, Iterator
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    import onnx
+
+
+def nodes(model: "onnx.ModelProto") -> Iterator["onnx.NodeProto"]:
+    """Yield every node: of the graph, of subgraphs and of function bodies."""
+    for body in (model.graph, *model.functions):
+        yield from walk(body.node)
+
+
+def walk(sequence: Iterable["onnx.NodeProto"]) -> Iterator["onnx.NodeProto"]:
+    """Yield these nodes, and all in graphs inside of them."""
+    for node in sequence:
+        yield node
+        for graph in subgraphs(node):
+            yield from walk(graph.node)
+
+
+def subgraphs(node: "onnx.NodeProto") -> Iterator["onnx.GraphProto"]:
+    """List the graphs inside of a node: branches, or the body of a loop."""
+    for attribute in node.attribute:
+        if attribute.HasField("g"):
+            yield attribute.g
+        yield from attribute.graphs
+
+
+def list_graphs(model: "onnx.ModelProto") -> Iterator["onnx.GraphProto"]:
+    """Yield the main graph, and all graphs inside of nodes, those of function bodies too."""
+    yield model.graph
+    for node in nodes(model):
+        yield from subgraphs(node)
+
+
+def list_reads(node: "onnx.NodeProto") -> Iterator[str]:
+    """Yield the names of the values that a node reads, also by the graphs within it."""
+    yield from filter(None, node.input)
+    for graph in subgraphs(node):
+        own = {value.name for value in graph.input} | {tensor.name for tensor in graph.initializer}
+        own |= {name for inner in graph.node for name in inner.output}
+        read = (name for inner in graph.node for name in list_reads(inner))
+        yield from (name for name in (*read, *(value.name for value in graph.output)) if name not in own)
+
+
+def tensors(model: "onnx.ModelProto") -> Iterator["onnx.TensorProto"]:
+    """Yield every constant: initializers and attributes, of subgraphs and function bodies too."""
+    for graph in list_graphs(model):
+        yield from graph.initializer
+        for sparse in graph.sparse_initializer:
+            yield sparse.values
+    for node in nodes(model):
+        for attribute in node.attribute:
+            if attribute.HasField("t"):
+                yield attribute.t
+            yield from attribute.tensors
