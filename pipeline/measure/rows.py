@@ -9,6 +9,7 @@ from typing import Any, Literal
 from pydantic import BaseModel, Field
 
 from enginesmith.pipeline.measure.statistics import MOSTLY_DISTURBED, Interval
+from enginesmith.pipeline.units import format_share
 
 SAMPLES = "samples.npz"
 
@@ -402,7 +403,14 @@ class StageFidelity(BaseModel, frozen=True):
     """Smallest share of rows with a partner of all outputs whose rows are chosen by values; they are sets of rows."""
     sets: tuple[str, ...] = ()
     """Outputs that are compared as sets of rows, whatever their order."""
+    unverified: dict[str, float] = {}
+    """Outputs of which rounding decides so many numbers that nothing verifies them, and the share that it does."""
     rounding_note: str = ""
     """Says that rounding in float32 explains why an output passes whose difference is beyond the threshold."""
     passed: bool
     reason: str = ""
+
+    def describe_unverified(self) -> str:
+        """Say which outputs are not verified, to be added to a sentence that says the others are; else nothing."""
+        parts = [f"{name!r} (rounding decides {format_share(share)} of it)" for name, share in self.unverified.items()]
+        return f", but for what is not verified: {', '.join(parts)}" if parts else ""

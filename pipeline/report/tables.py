@@ -239,9 +239,10 @@ def describe_pass(entry: StageFidelity) -> str:
     if not entry.passed:
         return f"no: {entry.reason}" if entry.reason else "no"
     sets = f", {', '.join(map(repr, entry.sets))} as sets of rows" if entry.sets else ""
-    if entry.rounding_note:
-        return f"yes{sets}: {entry.rounding_note}"
-    return f"not judged: {entry.reason}" if entry.reason else f"yes{sets}"
+    if entry.reason and not entry.rounding_note:
+        return f"not judged: {entry.reason}"
+    noted = f": {entry.rounding_note}" if entry.rounding_note else ""
+    return f"yes{sets}{entry.describe_unverified()}{noted}"
 
 
 def format_median_interval(row: LatencyRow) -> str:

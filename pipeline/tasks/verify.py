@@ -427,6 +427,7 @@ class Verify(EngineCheck):
                 **result.model_dump(include={"sqnr_db", "cosine", "max_abs_error", "argmax_agreement"}),
                 paired=result.paired,
                 sets=result.sets,
+                unverified=_rename(known.unverified, names),
                 rounding_note=_explain_rounding(result, _rename(known.rounding_db, names), self.stage),
                 passed=result.passed or not self.judged,
                 reason=reason,

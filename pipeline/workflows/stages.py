@@ -20,7 +20,6 @@ from enginesmith.pipeline.execution.events import Event, Outcome, Outcomes
 from enginesmith.pipeline.execution.merge import assign_step_machines
 from enginesmith.pipeline.execution.scheduler import Runner
 from enginesmith.pipeline.execution.settings import Settings
-from enginesmith.pipeline.frameworks import samples
 from enginesmith.pipeline.frameworks.fidelity import THRESHOLDS
 from enginesmith.pipeline.frameworks.onnx import edit, ir, model_file
 from enginesmith.pipeline.frameworks.records import PruningFacts
@@ -41,7 +40,6 @@ from enginesmith.pipeline.results.run import Run, VariantRecord
 from enginesmith.pipeline.system import worker
 from enginesmith.pipeline.tasks.base import read_models
 from enginesmith.pipeline.tasks.prune import FACTS, TRIALS, join_facts, read_facts
-from enginesmith.pipeline.units import format_share
 from enginesmith.pipeline.workflows.device import begin_on
 from enginesmith.pipeline.workflows.earlier_searches import EarlierSearches
 
@@ -228,11 +226,9 @@ def verify(recipe: Recipe, file: Path, settings: Settings) -> StageResult:
     outcomes = run_steps(plans.verify_steps(resolve_recipe(recipe), str(file)), settings, recipe)
     checked = outcomes[plans.VERIFY_FILE].artifact
     fidelity = tuple(read_models(checked, StageFidelity))
-    reference = outcomes[REFERENCE].artifact
-    unverified = samples.read(reference.folder).unverified if reference else {}
-    judged = [artifact for artifact in (reference, checked) if artifact]
+    judged = [artifact for artifact in (outcomes[REFERENCE].artifact, checked) if artifact]
     notes = "".join(f"\n  note: {note}" for artifact in judged for note in artifact.history[-1].notes)
-    return StageResult(summary=f"{file} {_describe_closeness(fidelity, recipe, unverified)}{notes}", fidelity=fidelity)
+    return StageResult(summary=f"{file} {_describe_closeness(fidelity, recipe)}{notes}", fidelity=fidelity)
 
 
 def _refuse_folder(folder: Path) -> NoReturn:
@@ -244,18 +240,12 @@ def _refuse_folder(folder: Path) -> NoReturn:
     raise UsageError(message, f"omit --against{''.join(graphs[:1])}")
 
 
-def _describe_closeness(
-    fidelity: Sequence[StageFidelity], recipe: Recipe, unverified: Mapping[str, float] = MappingProxyType({})
-) -> str:
-    """Describe how close a file is to the recipe's model; what is as close as fp32 has to be equals it.
-
-    ``unverified`` are outputs of which rounding decides too much, and the share of their numbers that it does.
-    """
+def _describe_closeness(fidelity: Sequence[StageFidelity], recipe: Recipe) -> str:
+    """Describe how close a file is to the recipe's model; what is as close as fp32 has to be equals it."""
     good, threshold = all(entry.passed for entry in fidelity), recipe.min_sqnr_db
     worst = min((entry.sqnr_db for entry in fidelity if entry.sqnr_db is not None), default=None)
     short = worst is not None and threshold is not None and worst < threshold
-    parts = [f"{name!r} (rounding decides {format_share(share)} of it)" for name, share in unverified.items()]
-    beside = f", but for what is not verified: {', '.join(parts)}" if good and parts else ""
+    beside = fidelity[0].describe_unverified() if good and fidelity else ""
     if worst is None or worst >= THRESHOLDS["fp32"].min_sqnr_db or not (good or short):
         return f"{'equals' if good else 'differs from'} {recipe.model}{beside}"
     least = f", {threshold:g} dB asked for" if threshold is not None else ""

@@ -62,7 +62,7 @@ def test_only_what_is_as_close_as_float32_equals_the_model(
     entry |= {"sqnr_db": decibels, "argmax_agreement": None, "passed": passed}
     recipe = make({"model": "net", "min_sqnr_db": asked})
     assert _describe_closeness([StageFidelity.model_validate(entry)], recipe) == words
-    told = _describe_closeness([StageFidelity.model_validate(entry)], recipe, {"label": 0.63})
+    told = _describe_closeness([StageFidelity.model_validate(entry | {"unverified": {"label": 0.63}})], recipe)
     beside = ", but for what is not verified: 'label' (rounding decides 63 % of it)"
     assert told == words + (beside if passed else "")
 

@@ -256,6 +256,8 @@ def test_a_difference_that_rounding_alone_explains_is_a_warning() -> None:
     explained = StageFidelity(stage="engine", point="min", batch=1, sqnr_db=64.2, rounding_note=said, **figures)
     plain = StageFidelity(stage="engine", point="opt", batch=1, sqnr_db=95.0, **figures)
     assert (tables.describe_pass(explained), tables.describe_pass(plain)) == (f"yes: {said}", "yes")
+    loose = plain.model_copy(update={"unverified": {"label": 0.63}})
+    assert tables.describe_pass(loose) == "yes, but for what is not verified: 'label' (rounding decides 63 % of it)"
     for fidelity, told in ((explained, True), (plain, False)):
         shown = run(variants=(variant("onnxruntime-fp32", fidelity=[plain, fidelity]),))
         for lines in (sentences.list_notes(shown), sentences.list_warnings(shown)):

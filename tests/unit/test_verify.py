@@ -182,7 +182,10 @@ def test_what_rounding_decides_is_found_noted_and_not_compared(tmp_path: Path, m
         for classes, right in (([5, 0, 5], True), ([5, 1, 5], False), ([3, 0, 5], False)):
             change = np.float32([[0, 0, each] for each in classes])
             inputs = {"model": save_operator(tmp_path / "other.onnx", "Add", change), "reference": reference}
-            assert bool(check.run(inputs, tmp_path / "verify", lambda _: None).rejected) is not right
+            effect = check.run(inputs, tmp_path / "verify", lambda _: None)
+            assert bool(effect.rejected) is not right
+            entries = read_records(Artifact(kind="record", path=tmp_path / "verify" / effect.file, sha256="", bytes=0))
+            assert all(entry["unverified"] == {"y": pytest.approx(2 / 9)} for entry in entries)
             with OnnxRuntime().load(inputs["model"], Device()) as session:
                 assert goal._compare(session, reference).passed is right
             inputs[ENGINE] = inputs["model"]
