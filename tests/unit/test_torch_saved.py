@@ -157,11 +157,22 @@ def test_operators_that_a_file_only_declares_stay_when_it_is_executed_again(tmp_
     assert "twice" in str(torch.ops.enginesmith_bare.twice.default._schema)
 
 
-def test_a_file_that_cannot_be_executed_again_is_refused_with_its_reason(tmp_path: Path) -> None:
-    once = "import math; assert not hasattr(math, 'once'), 'only once'; math.once = True"
+SCHEMA = (
+    "LIBRARY = torch.library.Library('enginesmith_wrong', 'DEF'); "
+    "LIBRARY.define('twice(' + ('Tensr' if hasattr(math, 'once') else 'Tensor') + ' x) -> Tensor')"
+)
+
+
+@pytest.mark.parametrize(
+    ("line", "reason"),
+    [("assert not hasattr(math, 'once'), 'only once'", "only once"), (SCHEMA, "unknown type specifier")],
+)
+def test_a_file_that_cannot_be_executed_again_is_refused_with_its_reason(
+    tmp_path: Path, line: str, reason: str
+) -> None:
     try:
-        with pytest.raises(SourceError, match=r"built a second time in one process: .*only once") as caught:
-            round_trip(tmp_path, top=once)
+        with pytest.raises(SourceError, match=rf"built a second time in one process: .*{reason}") as caught:
+            round_trip(tmp_path, top=f"import math; {line}; math.once = True")
     finally:
         del math.once  # type: ignore[attr-defined]
     assert "a module that the file imports" in (caught.value.remedy or "")

@@ -196,7 +196,7 @@ def _comes_back(loaded: LoadedModel, state: Path, record: _Record) -> bool:
         except (RuntimeError, ValueError, SourceError) as error:
             failure = error if draw else None
     if failure is not None:
-        reason = failure.message if isinstance(failure, SourceError) else str(failure).partition("\n")[0]
+        reason = failure.message if isinstance(failure, SourceError) else str(failure).strip().partition("\n")[0]
         raise SourceError(
             f"{record.model} cannot be built a second time in one process: {reason}",
             "move what may happen only once, such as registering a name, into a module that the file imports",
