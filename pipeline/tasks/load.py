@@ -162,9 +162,11 @@ class LoadOnnx(_FromSource):
                 progress("comparing the graph with the file")
                 notes += self._compare(path, graph if self.processing else file)
         facts = model_file.summary(file)
+        opsets = [f"opset {version} of {domain}" for domain, version in facts.domains.items()]
+        opset = f"opset {facts.opset}" if facts.opset else ", ".join(opsets)
         return Effect(
             file=edit.FILE,
-            summary=f"{facts.nodes} nodes, opset {facts.opset}, {facts.parameters:,} parameters",
+            summary=f"{facts.nodes} nodes, {opset}, {facts.parameters:,} parameters",
             notes=notes,
             signature=model_file.signature(file),
             reads=(path, *(path.parent / name for name in model_file.external_files(path))),

@@ -469,3 +469,14 @@ def test_inspect_shows_inputs_and_outputs_that_optimize_does_not_take(tmp_path: 
     assert "cannot be taken apart: Map types are not supported" in shown["sparsity"]["not known"]
     with pytest.raises(SignatureError, match=r"(?s)the input 'names' has the dtype string.*behind the vectorizer"):
         LoadOnnx(source=resolve(str(path))).run({}, tmp_path, lambda _: None)
+
+
+SCALER = """<ir_version: 8, opset_import: ["ai.onnx.ml" : 3]>
+g (float[batch, 4] x) => (float[batch, 4] y) { y = ai.onnx.ml.Scaler <offset = [1.0], scale = [2.0]> (x) }"""
+
+
+def test_a_file_of_another_domain_alone_is_loaded_with_the_opset_of_that(tmp_path: Path) -> None:
+    onnx.save(onnx.parser.parse_model(SCALER), path := tmp_path / "net.onnx")
+    (out := tmp_path / "out").mkdir()
+    effect = LoadOnnx(source=resolve(str(path))).run({}, out, lambda _: None)
+    assert effect.summary == "1 nodes, opset 3 of ai.onnx.ml, 0 parameters"
