@@ -6,7 +6,7 @@ an engine, which may answer one of the numbers that were seen then.
 """
 
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -65,7 +65,7 @@ class UnstableNumbers:
         self._looking = self._looking and (
             bool(unstable) or self.is_near_limit or any(value.dtype.kind != "f" for value in answer.values())
         )
-        self._counts.update({name: int((each["bits"] == FINE).sum()) for name, each in unstable.items()})
+        self._counts.update(_count(unstable))
         return unstable
 
     def add_movement(self, name: str, value: Array, changed: Array, left_out: Array) -> None:
@@ -89,8 +89,7 @@ class UnstableNumbers:
 
     def find_unverified(self, in_sets: Collection[str]) -> dict[str, float]:
         """Find outputs of which rounding decides too much, and its share; those compared as sets of rows have none."""
-        shares = {name: count / self._sizes[name] for name, count in self._counts.items() if name not in in_sets}
-        return {name: share for name, share in shares.items() if share > _MOST_ILL}
+        return _find_unverified(self._counts, self._sizes, in_sets)
 
     def describe(self, in_sets: Collection[str] = ()) -> list[str]:
         """Say how many there are in all calls, output by output, and which outputs are not verified for that."""
@@ -102,6 +101,21 @@ class UnstableNumbers:
             for name, count in self._counts.items()
             if count
         ]
+
+
+def find_unverified(unstable: Mapping[str, Array], answer: Feeds, in_sets: Collection[str]) -> dict[str, float]:
+    """Find likewise what rounding decides in one answer, of which :func:`find_unstable` found ``unstable``."""
+    return _find_unverified(_count(unstable), {name: value.size for name, value in answer.items()}, in_sets)
+
+
+def _count(unstable: Mapping[str, Array]) -> dict[str, int]:
+    """Count the numbers that rounding in float32 decides, by output."""
+    return {name: int((each["bits"] == FINE).sum()) for name, each in unstable.items()}
+
+
+def _find_unverified(counts: Mapping[str, int], sizes: Mapping[str, int], in_sets: Collection[str]) -> dict[str, float]:
+    shares = {name: count / sizes[name] for name, count in counts.items() if name not in in_sets}
+    return {name: share for name, share in shares.items() if share > _MOST_ILL}
 
 
 class Draw(NamedTuple):

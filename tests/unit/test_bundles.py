@@ -22,6 +22,7 @@ from enginesmith.pipeline.engines.tensorrt.engine import TensorRT
 from enginesmith.pipeline.engines.tensorrt.options import BuildOptions
 from enginesmith.pipeline.errors import EnginesmithError, MissingCapability, ModelError, UsageError
 from enginesmith.pipeline.frameworks import samples
+from enginesmith.pipeline.frameworks.rounding import FINE, Draw, make_records
 from enginesmith.pipeline.measure.rows import RaceRow
 from enginesmith.pipeline.results import remeasure
 from enginesmith.pipeline.results import run as runs
@@ -83,6 +84,22 @@ def test_a_bundle_that_is_not_what_was_packaged_is_not_loaded(
     harm(tmp_path / "b")
     with pytest.raises(EnginesmithError, match=said):
         verify.verify(tmp_path / "b")
+
+
+def test_outputs_of_a_bundle_that_rounding_decides_are_not_said_to_be_verified(
+    found: manifest.Manifest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    vector = samples.read_vector(tmp_path / "b/test_vector.npz")
+    (name,) = vector.outputs
+    right = vector.outputs[name]
+    draw = Draw(FINE, np.arange(right.size // 2), right.reshape(-1)[: right.size // 2] + 1)
+    loose = vector._replace(unstable={name: make_records(right, [draw])})
+    monkeypatch.setattr(verify.worker, "run", lambda *given, **options: vector.outputs)
+    for each, beside in ((vector, ""), (loose, f", but for what is not verified: '{name}' (rounding decides 50 % of")):
+        monkeypatch.setattr(samples, "read_vector", lambda file, each=each: each)
+        summary, result = verify.verify(tmp_path / "b")
+        assert f"answers its test vector{beside}" in summary
+        assert result.unverified == ({name: 0.5} if beside else {})
 
 
 def test_machine_code_is_loaded_only_where_its_maker_is_trusted(made: ExampleRun, tmp_path: Path) -> None:

@@ -16,6 +16,7 @@ from enginesmith.pipeline.frameworks.rounding import (
     Draw,
     UnstableNumbers,
     find_unstable,
+    find_unverified,
     make_records,
     measure_movement,
     spread_bits,
@@ -314,6 +315,7 @@ def test_calls_are_looked_at_as_long_as_there_is_something() -> None:
         assert spread_bits(unstable["y"], (3,)).tolist() == [0, 0, FINE]
     assert found.describe()[0].startswith("rounding decides 33 % of the numbers in the output 'y'")
     assert found.find_unverified({"z"}) == {"y": pytest.approx(1 / 3)}
+    assert find_unverified(unstable, {"y": np.float32([1.5, 2.5, 3])}, ()) == found.find_unverified(())
     assert found.find_unverified({"y"}) == {}, "a set of rows is compared"
     rare = UnstableNumbers(lambda feeds, step, seed: {"y": np.int64([*range(19), 7])})
     rare.find({}, {"y": np.arange(20)})

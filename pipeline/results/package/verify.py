@@ -17,6 +17,7 @@ from enginesmith.pipeline.engines.infer import DIFFERENT, UNABLE
 from enginesmith.pipeline.errors import MissingCapability, ModelError, UsageError, require_utf8
 from enginesmith.pipeline.frameworks import samples
 from enginesmith.pipeline.frameworks.fidelity import Fidelity, compare, describe_failure
+from enginesmith.pipeline.frameworks.rounding import find_unverified
 from enginesmith.pipeline.measure.rows import StageFidelity
 from enginesmith.pipeline.results.package import manifest as manifests
 from enginesmith.pipeline.results.package.manifest import Manifest
@@ -61,8 +62,10 @@ def verify(
     thresholds = manifest.thresholds.with_sqnr(min_sqnr_db)
     fidelity = compare(vector.outputs, answers, thresholds, manifest.signature, *vector[2:])
     result = _result(manifest, fidelity)
+    result = result.model_copy(update={"unverified": find_unverified(vector.unstable, vector.outputs, result.sets)})
     verdict = "answers its test vector" if result.passed else "does not answer its test vector"
-    return f"{folder}: {checked}; {manifest.variant} {verdict}{_note_version(manifest)}", result
+    beside = result.describe_unverified() if result.passed else ""
+    return f"{folder}: {checked}; {manifest.variant} {verdict}{beside}{_note_version(manifest)}", result
 
 
 def require_trust(manifest: Manifest, *, trust: bool) -> None:
