@@ -152,10 +152,7 @@ CHOOSING = {
     "classes as floats": ("float[batch] z", "k = ArgMax<axis=1, keepdims=0>(y) z = Cast<to=1>(k)"),
     "sorted": ("float[batch, 2] top, int64[batch, 2] z", "two = Constant<value_ints=[2]>() top, z = TopK(y, two)"),
     "whole numbers": ("int64[batch, 6] z", "r = Round(y) z = Cast<to=7>(r)"),
-    "sizes beside": (
-        "int64[batch] z",
-        "n = Shape(s) l = ReduceMax<keepdims=0>(n) k = ArgMax<axis=1, keepdims=0>(y) z = Mul(k, l)",
-    ),
+    "sizes beside": ("int64[batch] z", "n = Shape<start=1>(s) k = ArgMax<axis=1, keepdims=0>(y) z = Mul(k, n)"),
 }
 """Outputs that are no floats in a fixed order, and how they come from the scores ``y``."""
 
