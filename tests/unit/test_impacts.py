@@ -158,9 +158,7 @@ CHOOSING = {
 
 
 @pytest.mark.parametrize("case", CHOOSING)
-def test_where_answers_are_choices_the_impact_is_that_on_the_scores_they_are_chosen_by(
-    case: str, tmp_path: Path
-) -> None:
+def test_where_answers_are_choices_the_impact_is_that_on_their_scores(case: str, tmp_path: Path) -> None:
     (tmp_path / "scores").mkdir()
     wanted, _ = measure(prepare(tmp_path / "scores"))
     declared, choice = CHOOSING[case]
