@@ -314,6 +314,52 @@ def test_rows_that_are_put_elsewhere_are_found(write: str) -> None:
     assert find_unordered(graph) == {"y": "rows"}
 
 
+SORTED = """
+    scores = ReduceMax <axes = [1, 2], keepdims = 0> (x)
+    _, i = TopK <axis = 0> (scores, k)
+    order = Cast <to = 7> (i)
+    rows = Gather <axis = 0> (x, order)
+    last = Transpose <perm = [1, 0, 2]> (rows)
+    changed = Relu(last)
+    back = Transpose <perm = [1, 0, 2]> (changed)
+    size = Shape(order)
+    zeros = ConstantOfShape(size)
+    steps = Range(start, size, one)
+    ranks = ScatterElements <axis = 0> (zeros, order, steps)
+"""
+
+
+@pytest.mark.parametrize(
+    ("write", "back"),
+    [
+        ("y = Gather <axis = 0> (back, ranks)", True),
+        ("r = Identity(ranks) y = Gather <axis = 0> (back, r)", True),
+        ("r = ScatterElements <axis = 0> (zeros, order, fixed) y = Gather <axis = 0> (back, r)", True),
+        ("p = Unsqueeze(order, one) r = ScatterND(zeros, p, steps) y = Gather <axis = 0> (back, r)", True),
+        ("i2 = Unsqueeze(ranks, axes) i3 = Expand(i2, full) y = GatherElements <axis = 0> (back, i3)", True),
+        ("y = Gather <axis = 0> (x, ranks)", False),
+        ("y = Gather <axis = 0> (back, order)", False),
+        ("r = Add(ranks, one) y = Gather <axis = 0> (back, r)", False),
+        ("r = ScatterElements <axis = 0> (zeros, order, shifted) y = Gather <axis = 0> (back, r)", False),
+        ("s = Range(one, size, one) r = ScatterElements(zeros, order, s) y = Gather <axis = 0> (back, r)", False),
+        ("_, o = TopK <largest = 0> (scores, k) t = Gather <axis = 0> (x, o) y = Gather <axis = 0> (t, ranks)", False),
+        ("g = Greater(x, z) n = NonZero(g) t = GatherND(back, n) y = Gather <axis = 0> (t, ranks)", False),
+        ("y = Gather <axis = 0> (ranks, back)", False),
+    ],
+)
+def test_rows_that_the_inverse_of_their_indices_gathers_are_back_in_their_order(write: str, back: bool) -> None:
+    """Texts that are sorted by length for a recurrent layer, and put back; as sets, reversed ones would be equal."""
+    weights = {"k": np.array([4]), "start": np.array(0), "one": np.array([1]), "z": np.float32(0)}
+    weights |= {
+        "fixed": np.arange(4),
+        "shifted": np.arange(1, 5),
+        "axes": np.array([1, 2]),
+        "full": np.array([4, 4, 10]),
+    }
+    graph = read_graph(f"(float[batch, 4, 10] y) {{ {SORTED} {write} }}", **weights)
+    assert find_unordered(graph) == ({} if back else {"y": "rows"})
+
+
 @pytest.mark.parametrize(
     ("mask", "exact"),
     [
@@ -330,6 +376,12 @@ def test_what_whole_numbers_of_the_inputs_choose_has_one_order(mask: str, exact:
     weights = {"part": np.float32(0.5), "half": np.array(True), "places": np.arange(4)}
     graph = read_graph(f"(int64[n] p) {{ {mask} {choice} }}", **weights, table=np.ones((2, 2), np.float32))
     assert ("p" in find_unordered(graph)) is not exact
+
+
+def test_a_top_k_of_whole_numbers_may_have_another_order() -> None:
+    """Libraries differ in which of equal numbers they put first."""
+    graph = read_graph("(int64[n] p) { v, p = TopK <axis = 2> (mask, k) }", k=np.array([3]))
+    assert find_unordered(graph) == {"p": "rows"}
 
 
 def test_choices_in_subgraphs_are_found() -> None:

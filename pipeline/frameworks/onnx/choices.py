@@ -16,10 +16,12 @@ _SELECTING = {"NonMaxSuppression": 0, "NonZero": 0, "Compress": 0, "TopK": 1, "U
 """Operators that choose by value, and their first output that depends on the order (a TopK's values are sorted)."""
 _LISTING = {"NonZero": 0, "Unique": 0, "Compress": 1}
 """Selecting operators that list what has certain values, and the input with these: equal values give equal lists, so
-that an answer changes only where rounding changes the values."""
+that an answer changes only where rounding changes the values. TopK is none: against ONNX, not all libraries put the
+first of equal values first."""
 _IN_ORDER = ("NonZero", "Compress")
 """Listing operators that keep the order of places."""
 _SCATTERING = ("ScatterND", "ScatterElements", "Scatter")
+_GATHERING = ("Gather", "GatherElements", "GatherND")
 SHAPES = ("Shape", "Size")
 _COPYING = ("Identity", "Cast")
 _REDUCING = ("ArgMax", "ArgMin", "GlobalAveragePool", "GlobalMaxPool")
@@ -35,17 +37,19 @@ _SAME_THROUGHOUT = (*SAME_NUMBERS, "Tile", "Neg", "Not")
 _WHOLE = ("BOOL", "INT8", "INT16", "INT32", "INT64", "UINT8", "UINT16", "UINT32", "UINT64")
 _SMALL = 1 << 12
 """Numbers of a constant, and bytes of an attribute, up to which it is looked at."""
-_Choices = frozenset[tuple[str, int]]
-"""Operators that chose rows, each with a number; those that do the same with the same values have the same one."""
+_Choice = tuple[str, int]
+"""Operator that chose rows, with a number; those that do the same with the same values have the same one."""
+_Choices = frozenset[_Choice]
 _NONE: _Choices = frozenset()
 
 
 def find_unordered(graph: "onnx.GraphProto") -> dict[str, Literal["rows", "positions"]]:
     """Find the outputs that depend on rows that NonMaxSuppression, TopK, NonZero, Compress or Unique chose by values.
 
-    Not those behind a reduction, which do not depend on the order; not what is computed from shapes alone; not what is
-    chosen by whole numbers of the inputs, which nothing rounds; nor what rows are written into at the places that they
-    were chosen from. The values of a TopK count where what was chosen by its indices is an output, too.
+    Not those behind a reduction, which do not depend on the order; not what is computed from shapes alone; not what
+    others than a TopK choose by whole numbers of the inputs, which nothing rounds; nor what rows are written into at
+    the places that they were chosen from, nor rows that the inverse of a TopK's indices puts back there. The values of
+    a TopK count where what was chosen by its indices is an output, too.
     """
     return _ChoiceSearch(graph).find_outputs()
 
@@ -62,7 +66,9 @@ class _ChoiceSearch:
         self._outputs = [value.name for value in graph.output]
         self._varying = {value.name for value in graph.input} - {weight.name for weight in graph.initializer}
         self._chosen, self._sorted = dict[str, _Choices](), dict[str, _Choices]()
-        self._positions, self._exact, self._fractions, self._uniform = (set[str]() for _ in range(4))
+        self._orders, self._inverses = dict[str, _Choice](), dict[str, _Choice]()
+        """Indices of a TopK, and the ranks that put rows which were gathered by them back, each with its choice."""
+        self._positions, self._exact, self._fractions, self._uniform, self._counting = (set[str]() for _ in range(5))
         self._numbers = dict[object, int]()
         """A number for each value; those that are computed alike have the same one."""
         for value in graph.input:
@@ -88,7 +94,7 @@ class _ChoiceSearch:
             self._exact.add(value.name)
 
     def _look_at_constant(self, name: str, tensor: "onnx.TensorProto") -> None:
-        """Mark whole numbers, a single one that is none, and numbers that are all the same."""
+        """Mark whole numbers, a single one that is none, numbers that are all the same, and those that count from 0."""
         import onnx
         from onnx import numpy_helper
 
@@ -101,6 +107,9 @@ class _ChoiceSearch:
             (self._exact if numbers[0] == np.round(numbers[0]) else self._fractions).add(name)
         if (numbers == numbers[0]).all():
             self._uniform.add(name)
+        row = [*tensor.dims[-1:]] or [1]
+        if numbers.dtype.kind == "i" and (numbers.reshape(-1, *row) == np.arange(*row)).all():
+            self._counting.add(name)
 
     def _look_at_node(self, node: "onnx.NodeProto") -> None:
         read, kind = set(traversal.list_reads(node)), node.op_type
@@ -115,13 +124,18 @@ class _ChoiceSearch:
         if kind in _SELECTING:
             first = _SELECTING[kind]
             fixed = kind in _LISTING and node.input[_LISTING[kind]] in self._exact
-            own = before if fixed else before | {(kind, self._numbers[node.output[first]])}
+            choice = (kind, self._numbers[node.output[first]])
+            own = before if fixed else before | {choice}
+            if kind == "TopK":
+                self._orders[node.output[first]] = choice
             self._mark(self._chosen, node.output[first:], own)
             self._mark(self._sorted, node.output[:first], own)
         elif any(inner.op_type in _SELECTING for inner in traversal.walk([node])):
             self._mark(self._chosen, node.output, before | {(kind, self._numbers[node.output[0]])})
         elif kind in _SCATTERING and self._places_are_chosen_alone(node):
             return
+        elif kind in _GATHERING and self._inverses.get(node.input[1]) in (moved := self._find_choices(node.input[:1])):
+            self._mark(self._chosen, node.output, moved - {self._inverses[node.input[1]]})
         elif not read.isdisjoint(self._chosen) and not kind.startswith("Reduce") and kind not in _REDUCING:
             self._mark(self._chosen, node.output, before)
         elif read.isdisjoint(self._chosen):
@@ -172,3 +186,15 @@ class _ChoiceSearch:
             self._exact.update(node.output)
         if kind == "ConstantOfShape" or (kind in _SAME_THROUGHOUT and node.input[0] in self._uniform):
             self._uniform.update(node.output)
+        self._look_at_order(node)
+
+    def _look_at_order(self, node: "onnx.NodeProto") -> None:
+        """Mark results that count from 0, and those that are a TopK's indices or their inverse: counts put at these."""
+        kind, first = node.op_type, next(iter(node.input), "")
+        if kind in SAME_NUMBERS:
+            for known in (self._orders, self._inverses):
+                known.update(dict.fromkeys(node.output, known[first]) if first in known else {})
+        if first in self._counting and (kind in SAME_NUMBERS or kind == "Range"):
+            self._counting.update(node.output)
+        if kind in _SCATTERING and node.input[1] in self._orders and node.input[2] in self._counting:
+            self._inverses[node.output[0]] = self._orders[node.input[1]]
