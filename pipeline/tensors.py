@@ -24,6 +24,8 @@ BATCH = "batch"
 """Name of a dynamic dimension that is the batch wherever it stands; of others, the one that comes first is."""
 _NAME = re.compile(r"[^:\s]+")
 _DIM = re.compile(r"[A-Za-z_]\w*")
+_LENGTHS = ("length", "lens")
+"""Parts of the names of inputs that say how long something is."""
 
 
 class TensorSpec(BaseModel, frozen=True):
@@ -84,6 +86,16 @@ class TensorSpec(BaseModel, frozen=True):
 
     def __str__(self) -> str:
         return f"{self.name}:{self.dtype}:{','.join(map(str, self.shape))}"
+
+    @property
+    def is_number(self) -> bool:
+        """Tell whether each sample has one whole number of it."""
+        return self.dtype in ("int32", "int64") and all(dim == 1 for dim in self.shape[1:])
+
+    @property
+    def is_length(self) -> bool:
+        """Tell whether this number says, by its name, how long the sample is."""
+        return self.is_number and any(word in self.name.lower() for word in _LENGTHS)
 
 
 def write_options(specs: Iterable[TensorSpec]) -> str:

@@ -17,8 +17,6 @@ from enginesmith.pipeline.tensors import Array, ShapeRange, Signature, TensorSpe
 
 _PICTURE_RANK = 4
 _EXAMPLE_SIZE = 8
-_LENGTHS = ("length", "lens")
-"""Parts of the names of inputs that say how long something is."""
 """Along a dynamic dimension of an ONNX file, which brings no example."""
 _PICTURE_SIZES = (128, 64, 32, _EXAMPLE_SIZE)
 """Along heights and widths, the first one that the model takes, as does its half: they are multiples of the strides of
@@ -66,12 +64,63 @@ def draw_feeds(signature: Signature, sizes: Mapping[str, int]) -> dict[str, Arra
         shape = spec.resolve(sizes)
         pixels = spec.dtype == "uint8" and len(shape) == _PICTURE_RANK
         whole = rng.integers(0, 256 if pixels else signature.tables.get(spec.name, 2), shape)
-        counts = spec.dtype in ("int32", "int64") and all(size == 1 for size in shape[1:])
-        if counts and any(word in spec.name.lower() for word in _LENGTHS) and spec.name not in signature.tables:
+        if spec.is_length and spec.name not in signature.tables:
             whole = np.ones_like(whole)  # no model refuses it, as it may 0, or more than a dimension's smallest size
         drawn = rng.standard_normal(shape) if spec.dtype.startswith("float") else whole
         feeds[spec.name] = drawn.astype(spec.dtype)
     return feeds
+
+
+def vary_lengths(
+    session: Session,
+    cases: Sequence[samples.Case],
+    example: Mapping[str, Array],
+    ranges: Mapping[str, ShapeRange],
+    seed: int,
+) -> dict[str, Array]:
+    """Replace lengths that are all 1 by ones that differ, the longest that the model takes in all cases.
+
+    They are up to the smallest size that they may count: a dimension of the inputs that have the same samples.
+    """
+    signature, changed = session.signature, dict(example)
+    counting = (spec for spec in signature.inputs if spec.is_length and spec.name not in signature.tables)
+    lengths = [spec for spec in counting if (example[spec.name] == 1).all()]
+    longest = min((_find_smallest_size(spec, signature, ranges) for spec in lengths), default=1)
+    while longest > 1:
+        for spec in lengths:
+            rows = example[spec.name].size
+            falling = -(-longest * np.arange(rows, 0, -1) // rows)  # rounded up: none is 0
+            changed[spec.name] = falling.astype(spec.dtype).reshape(example[spec.name].shape)
+        with contextlib.suppress(ModelError):
+            for case in cases:
+                session.run(samples.feeds_for(case, signature, changed, None, seed))
+            return changed
+        longest //= 2
+    return dict(example)
+
+
+def _find_smallest_size(spec: TensorSpec, signature: Signature, ranges: Mapping[str, ShapeRange]) -> int:
+    """Find the smallest size that a length may count: a dimension of another input of these samples, above 1."""
+    sizes = {name: range_.min for name, range_ in ranges.items()}
+    left_out = {1, samples.batch_symbol(signature), *spec.shape[:1]}
+    others = (other for other in signature.inputs if other != spec and {*spec.shape[:1]} <= {*other.shape})
+    pairs = (pair for other in others for pair in zip(other.shape, other.resolve(sizes), strict=True))
+    return min((size for dim, size in pairs if dim not in left_out), default=1)
+
+
+def describe_constants(signature: Signature, cases: Sequence[samples.Case], folder: Path) -> list[str]:
+    """Describe made-up inputs of one whole number for each sample, which is the same in the feeds of all cases."""
+    numbers: dict[str, set[int]] = {spec.name: set() for spec in signature.inputs if spec.is_number}
+    for index in range(len(cases)):
+        feeds = samples.read_arrays(folder, "feeds", index)
+        for name, known in numbers.items():
+            known.update(feeds[name].flat)
+    return [
+        f"the samples are made up, and {name!r} is {min(known)} in all of them: other numbers are verified if samples "
+        "with real ones are given with --eval DATA"
+        for name, known in numbers.items()
+        if len(known) == 1
+    ]
 
 
 def find_example(

@@ -38,10 +38,12 @@ from enginesmith.pipeline.tasks.calibrate import Feeder, open_data, read_class_n
 from enginesmith.pipeline.tasks.examples import (
     advise,
     describe_assumed,
+    describe_constants,
     find_choosing,
     find_example,
     list_assumed,
     put_telling_first,
+    vary_lengths,
 )
 from enginesmith.pipeline.tasks.quality import EngineCheck, describe_numbering, try_metric
 from enginesmith.pipeline.tensors import DTYPES, Array, Feeds, ShapeRange, Signature, format_sizes
@@ -122,8 +124,11 @@ class Sample(Task):
             if data:
                 _check_missing(session, data, batches[0])
                 data = put_telling_first(session, data, max(batches))
+            if not data:
+                given = vary_lengths(session, cases, given, ranges, self.seed)
             unstable = UnstableNumbers(session.perturb)
             odd, lost, spans = self._answer(session, unstable, cases, given, data, advice, out, progress)
+            tried += [] if data else describe_constants(signature, cases, out)
             choosing = find_choosing(session, cases, out)
             interacting = self._describe_interaction(session, cases, given, data, out)
         name = data.name if data else samples.SYNTHETIC

@@ -123,6 +123,13 @@ def test_inputs_are_drawn_with_usual_sizes_where_they_are_known(
     assert "OPT, of --shape time=MIN:OPT:MAX" in error.value.remedy
 
 
+def test_lengths_are_drawn_as_1(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those that are 0 are refused, as by packed sequences; others may be too long."""
+    monkeypatch.setattr(factories, "build", lambda source: Built(Add()))
+    specs = tuple(map(TensorSpec.parse, ("left:float32:batch", "lengths:int64:batch")))
+    assert torch_model.load(SOURCE, LoadOptions(inputs=specs)).example["lengths"].tolist() == [1, 1]
+
+
 def test_what_is_drawn_beside_an_example_fits_it(monkeypatch: pytest.MonkeyPatch) -> None:
     layer = Add()
     monkeypatch.setattr(factories, "build", lambda source: Built(layer, {"left": ONE}, takes=("left", "right")))

@@ -133,14 +133,15 @@ def _fit(value: Tensor, spec: TensorSpec, sizes: Mapping[str, int]) -> Tensor | 
 
 
 def _draw(spec: TensorSpec, sizes: Mapping[str, int], *, by_library: bool) -> Tensor:
-    """Draw a feed of these sizes: normal floats, and else zeros and ones; positions in order; masks that hide nothing.
+    """Draw a feed of these sizes: normal floats, else zeros and ones; positions in order; masks that hide nothing.
 
     Ones do so in whole numbers; in bools and floats, only by the convention of the library that has such models.
+    Lengths are 1, which no model refuses, as it may 0.
     """
     generator, shape = torch.Generator().manual_seed(0), spec.resolve(sizes)
     dtype = getattr(torch, spec.dtype)
     whole = not dtype.is_floating_point and dtype is not torch.bool
-    if spec.name.endswith("mask") and (whole or by_library):
+    if spec.is_length or (spec.name.endswith("mask") and (whole or by_library)):
         return torch.ones(shape, dtype=dtype)
     if spec.name.endswith("position_ids") and whole and shape:
         return torch.arange(shape[-1]).expand(shape).to(dtype).contiguous()
