@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from enginesmith.pipeline.frameworks.onnx import model_file, traversal
+from enginesmith.pipeline.frameworks.onnx import model_file, reference, traversal
 from enginesmith.pipeline.tensors import compute_size, list_words
 
 if TYPE_CHECKING:
@@ -370,8 +370,6 @@ def _compute(
     node: "onnx.NodeProto", known: Mapping[str, Any], shapes: Mapping[str, tuple[int, ...] | None], model: Any
 ) -> Any:
     """Compute a node's result; None where it is not known, or no part of a shape."""
-    from onnx.reference import ReferenceEvaluator
-
     if node.op_type == "Shape" and (shape := shapes.get(node.input[0])) is not None:
         ends = {item.name: item.i for item in node.attribute}
         return np.array(shape[ends.get("start", 0) : ends.get("end", len(shape))], np.int64)
@@ -379,7 +377,7 @@ def _compute(
     if node.op_type not in _OF_SHAPES or len(node.output) != 1 or any(n and n not in given for n in node.input):
         return None
     try:
-        results: Any = ReferenceEvaluator(_alone(node, given, model)).run(None, given)
+        results: Any = reference.open_reference(_alone(node, given, model)).run(None, given)
     except Exception:  # noqa: BLE001 - whatever is wrong with this node, its shape stays unknown
         return None
     (result,) = results

@@ -12,7 +12,7 @@ import numpy as np
 from enginesmith.pipeline.engines import baseline, simulation
 from enginesmith.pipeline.engines.base import Engine
 from enginesmith.pipeline.errors import EnginesmithError, ModelError
-from enginesmith.pipeline.frameworks.onnx import model_file
+from enginesmith.pipeline.frameworks.onnx import model_file, reference
 from enginesmith.pipeline.measure.prosecution import reduction
 from enginesmith.pipeline.measure.prosecution.evidence import Evidence, write_evidence
 from enginesmith.pipeline.measure.prosecution.finding import Finding
@@ -60,6 +60,9 @@ def locate_fault(known: Stages, shown: Disagreement, folder: Path) -> Finding:
         last = next((each.graph for each in reversed(known.stages) if each.graph), None)
         model, tolerance = _read_whole(stage.graph or last), find_tolerance(precision)
         evidence = Evidence(model, shown.feeds, shown.expected, found, script, tolerance)
+    answered_by = reduced.reference if reduced else _describe_reference(known, shown)
+    if not is_engine and (whole := _read_whole(stage.graph)):
+        answered_by += describe_unasked(whole)
     finding = Finding(
         walk=shown.walk,
         note=shown.note,
@@ -73,7 +76,7 @@ def locate_fault(known: Stages, shown: Disagreement, folder: Path) -> Finding:
         workaround=option.words if option else "",
         option=option,
         software=_name_software(known, at),
-        reference=reduced.reference if reduced else _describe_reference(known, shown),
+        reference=answered_by,
         right_on=shown.right_on,
         elsewhere=_try_other_numbers(known, reduced) if is_engine and reduced else {},
         versions=_list_versions(known, at),
@@ -97,10 +100,17 @@ def _read_whole(graph: Path | None) -> "onnx.ModelProto | None":
         return None
 
 
+def describe_unasked(model: "onnx.ModelProto") -> str:
+    """Say why onnx's own evaluator did not judge a graph; empty where it can."""
+    doubtful = reference.find_distrusted(model)
+    return f" (onnx's own evaluator was not asked, as it does not compute {doubtful} right)" if doubtful else ""
+
+
 def find_guilty_stage(known: Stages, shown: Disagreement) -> int:
     """Return the position of the first stage that answers otherwise than the one before it; else the engine's.
 
-    A graph is computed by ONNX Runtime, which may be what is wrong: so it is right if onnx's own evaluator says so.
+    A graph is computed by ONNX Runtime, which may be what is wrong: so it is right if onnx's own evaluator says so,
+    where that can be trusted.
     """
     last = len(known.stages) - 1
     if shown.witness != GRAPH:
@@ -150,7 +160,9 @@ def _reduce_engine(known: Stages, graph: Path, shown: Disagreement) -> Reduced |
         with open_engine(known.engine, part, known.device, next(places)) as answer:
             found = answer(feeds)
     by_runtime = compute is reduction.compute
-    computer = describe_software(simulation()) if by_runtime else f"the evaluator of onnx {software.version('onnx')}"
+    computer = f"the evaluator of onnx {software.version('onnx')}"
+    if by_runtime:
+        computer = describe_software(simulation()) + describe_unasked(model)
     return Reduced(
         model=part,
         feeds=feeds,
@@ -192,16 +204,16 @@ def _reduce_graph(known: Stages, at: int, shown: Disagreement) -> Reduced | None
     if wrong is None:
         return None
     part, feeds = reduction.take_nodes(model, wrong.nodes, values)
-    expected, reference = answered.get(wrong.value), before.software
+    expected, answered_by = answered.get(wrong.value), before.software
     if expected is None:
         computed = f"computed by {describe_software(simulation())}"
-        expected, reference = truth[wrong.value], f"the same value of another graph of the model, {computed}"
+        expected, answered_by = truth[wrong.value], f"the same value of another graph of the model, {computed}"
     return Reduced(
         model=part,
         feeds=feeds,
         expected={wrong.value: expected},
         found={wrong.value: values[wrong.value]},
-        reference=reference,
+        reference=answered_by,
         tolerance=tolerance,
         nodes=_name_nodes(model, wrong.suspects),
         whole=len(model.graph.node),

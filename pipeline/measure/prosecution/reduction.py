@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from enginesmith.pipeline.errors import InvalidGraph, ModelError
-from enginesmith.pipeline.frameworks.onnx import evaluator, model_file, traversal
+from enginesmith.pipeline.frameworks.onnx import evaluator, model_file, reference, traversal
 from enginesmith.pipeline.tensors import Array, Feeds
 
 if TYPE_CHECKING:
@@ -68,17 +68,19 @@ def compute_by_reference(
     """Compute as :func:`compute` does, by onnx's reference evaluator: slowly, and with no kernel of a runtime.
 
     Raises:
-        ModelError: the graph is too large for that, or the evaluator does not take it.
+        ModelError: the graph is too large for that, or the evaluator does not take it, or may compute it wrong.
     """
     import onnx
-    from onnx.reference import ReferenceEvaluator
 
     if model_file.count_weight_bytes(model) > _LARGEST_REFERENCE_BYTES or len(model.graph.node) > _MOST_NODES:
         raise ModelError("the graph is too large for onnx's reference evaluator")
+    if doubtful := reference.find_distrusted(model):
+        raise ModelError(f"onnx's reference evaluator does not compute {doubtful} right")
     names = list(outputs or [value.name for value in model.graph.output])
     failures = (RuntimeError, ValueError, TypeError, LookupError, AttributeError, onnx.checker.ValidationError)
     try:
-        values = ReferenceEvaluator(model).run(names, {key: feeds[key] for key in (v.name for v in model.graph.input)})
+        given = {key: feeds[key] for key in (value.name for value in model.graph.input)}
+        values = reference.open_reference(model).run(names, given)
     except failures as error:
         raise ModelError(f"onnx's reference evaluator does not take the graph: {error}") from error
     return {name: value for name, value in zip(names, values, strict=True) if isinstance(value, np.ndarray)}
