@@ -141,21 +141,26 @@ class LoadOnnx(_FromSource):
     def run(self, inputs: Inputs, out: Path, progress: Progress) -> Effect:
         path, file = Path(self.source.target), out / edit.FILE
         progress(f"checking {path.name}")
-        validation.check(path)
+        validation.check(path, outputs_checked=False)
         with tempfile.TemporaryDirectory(dir=out) as scratch:
             graph, notes = flatten(path, Path(scratch))
             if self.processing:
                 check_steady(graph, self.source.text, {})
+                correct = Path(scratch, "correct", edit.FILE)
+                model_file.copy(graph, correct)
+                notes += self._correct_outputs(correct)
                 progress("adding what is computed before and after the model")
-                self._extend(graph, out)
+                self._extend(correct, out)
             elif self.inputs:
                 progress("writing the dimensions of --input")
                 dimensions.write_inputs(graph, self.inputs, file)
+                notes += self._correct_outputs(file)
                 named = model_file.signature(file)
                 usual = {**choose_sizes(named), **self.sizes}
                 notes += dimensions.name_outputs(file, usual, lambda sizes: draw_feeds(named, sizes))
             else:
                 model_file.copy(graph, file)
+                notes += self._correct_outputs(file)
             if not self.processing:
                 check_steady(file, self.source.text, self.sizes)
             if graph != path:
@@ -171,6 +176,16 @@ class LoadOnnx(_FromSource):
             signature=model_file.signature(file),
             reads=(path, *(path.parent / name for name in model_file.external_files(path))),
         )
+
+    def _correct_outputs(self, file: Path) -> tuple[str, ...]:
+        """Write the shapes that a file answers over declared ones that contradict them; return notes.
+
+        Raises:
+            InvalidGraph: nothing tells which they are.
+        """
+        signature = model_file.signature(file)
+        usual = {**choose_sizes(signature), **self.sizes}
+        return dimensions.correct_outputs(file, usual, lambda sizes: draw_feeds(signature, sizes))
 
     def _compare(self, path: Path, graph: Path) -> tuple[str, ...]:
         """Run a file, and the graph that was made of it, on drawn feeds; return a note where that is not possible.

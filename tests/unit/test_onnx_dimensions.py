@@ -9,9 +9,14 @@ import onnx
 import pytest
 from onnx import TensorProto, helper, numpy_helper
 
-from enginesmith.pipeline.errors import SignatureError
+from enginesmith.pipeline.artifact import Artifact
+from enginesmith.pipeline.engines import baseline
+from enginesmith.pipeline.errors import InvalidGraph, SignatureError
 from enginesmith.pipeline.frameworks.onnx import dimensions, model_file, validation
+from enginesmith.pipeline.frameworks.source import resolve
+from enginesmith.pipeline.system.device import Device
 from enginesmith.pipeline.tasks.examples import choose_sizes
+from enginesmith.pipeline.tasks.load import LoadOnnx
 from enginesmith.pipeline.tensors import Feeds, Signature, TensorSpec
 
 STATEFUL = {"x": ["", ""], "state": [2, "", 4], "rate": []}
@@ -139,3 +144,91 @@ def test_heights_and_widths_of_pictures_are_assumed_larger_than_other_sizes(
 ) -> None:
     signature = Signature(inputs=tuple(map(TensorSpec.parse, inputs)), outputs=())
     assert [*choose_sizes(signature).values()] == sizes
+
+
+def save_declared(path: Path, nodes: list[onnx.NodeProto], outputs: Mapping[str, tuple[int, list[Any]]]) -> Path:
+    """Save a graph of an input x [batch, 4] with declared shapes of its outputs, whether they are right or not."""
+    ends = [helper.make_tensor_value_info(name, dtype, shape) for name, (dtype, shape) in outputs.items()]
+    weights = [numpy_helper.from_array(np.array([1]), "one"), numpy_helper.from_array(np.float32([1, 2]), "scales")]
+    given = [helper.make_tensor_value_info("x", TensorProto.FLOAT, ["batch", 4])]
+    graph = helper.make_graph(nodes, "g", given, ends, weights)
+    opsets = [helper.make_opsetid("", 17), helper.make_opsetid("ai.onnx.ml", 3)]
+    onnx.save(helper.make_model(graph, opset_imports=opsets, ir_version=8), path)
+    return path
+
+
+def make_classifier() -> onnx.NodeProto:
+    """Make a tree of one leaf, whose answers have the shapes [batch] and [batch, 2]."""
+    ones = {f"nodes_{name}": [0] for name in ("falsenodeids", "truenodeids", "featureids", "nodeids", "treeids")}
+    leaf = {"class_ids": [0, 1], "class_nodeids": [0, 0], "class_treeids": [0, 0], "class_weights": [0.7, 0.3]}
+    rest = {"nodes_modes": ["LEAF"], "nodes_values": [0.0], "classlabels_int64s": [0, 1]}
+    return helper.make_node(
+        "TreeEnsembleClassifier", ["x"], ["label", "scores"], domain="ai.onnx.ml", **ones, **leaf, **rest
+    )
+
+
+def load_outputs(path: Path, **fields: Any) -> tuple[list[str], tuple[str, ...]]:
+    out = path.parent / "out"
+    out.mkdir()
+    effect = LoadOnnx(source=resolve(str(path)), **fields).run({}, out, lambda _: None)
+    assert effect.signature == model_file.signature(out / "model.onnx")
+    validation.check(out / "model.onnx")
+    return [str(spec) for spec in effect.signature.outputs], tuple(effect.notes)
+
+
+def test_a_declared_output_that_the_file_does_not_answer_is_corrected(tmp_path: Path) -> None:
+    declared = {"label": (TensorProto.INT64, [1]), "scores": (TensorProto.FLOAT, ["batch", 2])}
+    outputs, notes = load_outputs(save_declared(tmp_path / "tree.onnx", [make_classifier()], declared))
+    assert outputs == ["label:int64:batch", "scores:float32:batch,2"]
+    assert notes == (
+        "the file declares the output label:int64:1, and answers label:int64:batch, which is taken instead",
+    )
+
+
+def test_a_corrected_output_is_answered_at_another_batch_in_the_same_binding(tmp_path: Path) -> None:
+    declared = {"label": (TensorProto.INT64, [1]), "scores": (TensorProto.FLOAT, ["batch", 2])}
+    path = save_declared(tmp_path / "tree.onnx", [make_classifier()], declared)
+    load_outputs(path)
+    file = tmp_path / "out" / "model.onnx"
+    model = Artifact(kind="onnx", path=file, sha256="", bytes=0, signature=model_file.signature(file))
+    engine = baseline("onnx")
+    with engine.load(model, Device()) as session:
+        bound = session.bind({"x": np.zeros((8, 4), np.float32)})
+        for _ in range(2):
+            session.enqueue(bound)
+            assert session.fetch()["label"].shape == (8,)
+
+
+@pytest.mark.parametrize("fields", [{}, {"inputs": (TensorSpec.parse("x:float32:rows,4"),)}])
+def test_a_rank_that_contradicts_the_nodes_is_corrected(tmp_path: Path, fields: dict[str, Any]) -> None:
+    nodes = [helper.make_node("Relu", ["x"], ["h"]), helper.make_node("Unsqueeze", ["h", "one"], ["y"])]
+    path = save_declared(tmp_path / "rank.onnx", nodes, {"y": (TensorProto.FLOAT, ["batch", 4])})
+    with pytest.raises(InvalidGraph, match="contradict each other"):
+        validation.check(path)
+    batch = "rows" if fields else "batch"
+    outputs, notes = load_outputs(path, **fields)
+    assert outputs == [f"y:float32:{batch},1,4"]
+    assert [f"answers y:float32:{batch},1,4" in note for note in notes] == [True]
+
+
+def test_a_file_whose_declared_outputs_are_proven_is_not_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(dimensions.evaluator, "open_graph", lambda path: pytest.fail("it was run"))
+    nodes = [helper.make_node("Unsqueeze", ["x", "one"], ["y"])]
+    declared = {"y": (TensorProto.FLOAT, ["rows", 1, 4])}
+    assert load_outputs(save_declared(tmp_path / "m.onnx", nodes, declared)) == (["y:float32:rows,1,4"], ())
+
+
+def test_a_contradiction_that_no_run_settles_is_an_error(tmp_path: Path) -> None:
+    nodes = [helper.make_node("Unsqueeze", ["x", "one"], ["y"])]
+    path = save_declared(tmp_path / "m.onnx", nodes, {"y": (TensorProto.FLOAT, ["batch", 4])})
+    with pytest.raises(InvalidGraph, match=r"'y' is declared with another shape .* cannot be run"):
+        dimensions.correct_outputs(path, {"batch": 2}, lambda sizes: {"x": np.ones((2, 5), np.float32)})
+
+
+def test_sizes_that_are_not_told_by_runs_are_left_open(tmp_path: Path) -> None:
+    """The rows of NonZero depend on the numbers; of what the inputs' sizes do not change, the size stays."""
+    nodes = [helper.make_node("NonZero", ["x"], ["y"]), helper.make_node("Resize", ["x", "", "scales"], ["z"])]
+    declared = {"y": (TensorProto.INT64, [2, 5]), "z": (TensorProto.FLOAT, [1, 8])}
+    outputs, notes = load_outputs(save_declared(tmp_path / "m.onnx", nodes, declared))
+    assert outputs == ["y:int64:2,output_0_dim_1", "z:float32:batch,8"]
+    assert len(notes) == 2

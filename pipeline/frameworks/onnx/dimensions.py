@@ -1,12 +1,27 @@
-"""Name or fix the open dimensions of an ONNX file's inputs, as ``--input`` describes them, and name its outputs'."""
+"""Name or fix the open dimensions of an ONNX file's inputs, as ``--input`` describes them, and name its outputs'.
 
+Where a file declares other shapes of its outputs than it answers, they are corrected: ONNX Runtime takes the outputs of
+a first call for given ones in the next call with the same binding, and checks them against what the file declares.
+"""
+
+import contextlib
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from enginesmith.pipeline.errors import MissingCapability, ModelError, SignatureError
+from enginesmith.pipeline.errors import InvalidGraph, MissingCapability, ModelError, SignatureError
 from enginesmith.pipeline.frameworks.onnx import evaluator, model_file, traversal
-from enginesmith.pipeline.tensors import Feeds, TensorSpec, format_sizes, is_sum, join_sum, list_words, write_options
+from enginesmith.pipeline.tensors import (
+    Array,
+    Feeds,
+    TensorSpec,
+    format_sizes,
+    is_sum,
+    join_sum,
+    list_words,
+    write_options,
+)
 
 if TYPE_CHECKING:
     import onnx
@@ -143,3 +158,120 @@ def name_outputs(path: Path, sizes: Mapping[str, int], draw: Callable[[Mapping[s
                 _write(proto, followed[measured])
     path.write_bytes(model.SerializeToString())
     return ()
+
+
+@dataclass(frozen=True)
+class _Run:
+    """Answers of a model at the usual sizes, or with one of them changed."""
+
+    sizes: Mapping[str, int]
+    answers: Sequence[Array]
+
+
+def correct_outputs(
+    path: Path, sizes: Mapping[str, int], draw: Callable[[Mapping[str, int]], Feeds]
+) -> tuple[str, ...]:
+    """Write the shapes that a file answers in place of declared ones that contradict them; return a note for each.
+
+    The model is run for that at ``sizes``, and with each of them changed, unless inference gives what is declared.
+
+    Raises:
+        InvalidGraph: inference contradicts what is declared, and the model cannot be run.
+        SignatureError: an input or output is no tensor of a supported dtype and known rank.
+    """
+    model, signature = model_file.read(path), model_file.signature(path)
+    unproven = _list_unproven(model_file.skeleton(path))
+    if not unproven:
+        return ()
+    words = dict.fromkeys(word for spec in signature.inputs for word in spec.symbols)
+    try:
+        runs = _run_at({word: sizes[word] for word in words}, evaluator.open_graph(path), draw)
+    except (ModelError, MissingCapability) as error:
+        if wrong := next((name for name, contradicted in unproven.items() if contradicted), ""):
+            raise InvalidGraph(
+                f"types or shapes in {path.name} contradict each other: the output {wrong!r} is declared with another "
+                f"shape than its node gives, and the model cannot be run to see its shape: {error.message}",
+                "export it again",
+            ) from error
+        return ()
+    changed = list[int]()
+    for at, value in enumerate(model.graph.output):
+        shapes = [run.answers[at].shape for run in runs]
+        same_rank = len({len(shape) for shape in shapes}) == 1
+        if value.name in unproven and same_rank and any(_contradicts(value, shape) for shape in shapes):
+            _write_measured(value, shapes, [run.sizes for run in runs], all_taken=len(runs) > len(words))
+            changed.append(at)
+    if not changed:
+        return ()
+    path.write_bytes(model.SerializeToString())
+    pairs = ((signature.outputs[at], model_file.signature(path).outputs[at]) for at in changed)
+    return tuple(f"the file declares the output {old}, and answers {new}, which is taken instead" for old, new in pairs)
+
+
+def _list_unproven(model: "onnx.ModelProto") -> dict[str, bool]:
+    """List the outputs whose declared shapes shape inference does not give, and True where it gives another one."""
+    inferred = model_file.infer_outputs(model)
+    unproven = dict[str, bool]()
+    for value in model.graph.output:
+        declared, given = value.type.tensor_type.shape.dim, inferred.get(value.name)
+        pairs = [
+            (dim.dim_value, size) for dim, size in zip(declared, given or (), strict=False) if model_file.is_fixed(dim)
+        ]
+        if given is None or any(size is None for _, size in pairs):
+            unproven[value.name] = False
+        if given is not None and (
+            len(given) != len(declared) or any(size is not None and size != fixed for fixed, size in pairs)
+        ):
+            unproven[value.name] = True
+    return unproven
+
+
+def _run_at(
+    sizes: Mapping[str, int], run: evaluator.RunGraph, draw: Callable[[Mapping[str, int]], Feeds]
+) -> list[_Run]:
+    """Run a model at sizes, and with each of them halved, or 1 doubled; changed sizes that it refuses are left out.
+
+    Raises:
+        ModelError: it refuses the first ones.
+    """
+    runs = [_Run(sizes, run(draw(sizes)))]
+    for word, size in sizes.items():
+        changed = {**sizes, word: size // 2 or 2}
+        with contextlib.suppress(ModelError):
+            runs.append(_Run(changed, run(draw(changed))))
+    return runs
+
+
+def _contradicts(value: "onnx.ValueInfoProto", shape: Sequence[int]) -> bool:
+    dims = value.type.tensor_type.shape.dim
+    return len(dims) != len(shape) or any(
+        model_file.is_fixed(dim) and dim.dim_value != size for dim, size in zip(dims, shape, strict=True)
+    )
+
+
+def _write_measured(
+    value: "onnx.ValueInfoProto",
+    shapes: Sequence[tuple[int, ...]],
+    sizes: Sequence[Mapping[str, int]],
+    *,
+    all_taken: bool,
+) -> None:
+    """Write the shape that an output had at sizes of the inputs: words that it follows, and what stays the same.
+
+    What fits of the declared shape is kept. A size stays only if every size of the inputs was changed: else it is open.
+    """
+    columns = list(zip(*shapes, strict=True))
+    words = {tuple(each[word] for each in sizes): word for word in sizes[0]}
+    dims = value.type.tensor_type.shape.dim
+    if len(dims) != len(columns):
+        del dims[:]
+        for _ in columns:
+            dims.add()
+    for dim, column in zip(dims, columns, strict=True):
+        if dim.dim_param or (model_file.is_fixed(dim) and {*column} == {dim.dim_value}):
+            continue
+        dim.Clear()
+        if len({*column}) > 1 and column in words:
+            _write(dim, words[column])
+        elif len({*column}) == 1 and all_taken:
+            _write(dim, column[0])

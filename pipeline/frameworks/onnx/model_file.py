@@ -176,26 +176,51 @@ def _infer_outputs(
     model: "onnx.ModelProto", declared: Signature, symbol: str, size: int
 ) -> list[tuple[int, ...]] | None:
     """Infer the outputs' shapes where a dimension of the inputs has this size; None if one is not known."""
-    import onnx.shape_inference
+    bare = _without_shapes(model)
+    inputs = {value.name: value for value in bare.graph.input}
+    sizes = {**dict.fromkeys(declared.symbols, _MANY), symbol: size}
+    for spec in declared.inputs:
+        for dim, length in zip(inputs[spec.name].type.tensor_type.shape.dim, spec.resolve(sizes), strict=True):
+            dim.dim_value = length
+    inferred = _infer(bare)
+    shapes = [inferred.get(output.name) for output in model.graph.output]
+    known = [tuple(dim for dim in shape if dim) for shape in shapes if shape is not None and all(shape)]
+    return known if len(known) == len(shapes) else None
+
+
+def infer_outputs(model: "onnx.ModelProto") -> dict[str, tuple[int | None, ...]]:
+    """Infer the outputs' shapes from the inputs' alone, by name; sizes that are not known are None.
+
+    The values of large weights are taken out of the model.
+    """
+    return _infer(_without_shapes(model))
+
+
+def _without_shapes(model: "onnx.ModelProto") -> "onnx.ModelProto":
+    """Copy a model without the shapes of its outputs and of what is within it."""
+    import onnx
 
     bare = onnx.ModelProto()
     bare.CopyFrom(_without_weights(model))
     del bare.graph.value_info[:]
     for output in bare.graph.output:
         output.type.tensor_type.ClearField("shape")
-    inputs = {value.name: value for value in bare.graph.input}
-    sizes = {**dict.fromkeys(declared.symbols, _MANY), symbol: size}
-    for spec in declared.inputs:
-        for dim, length in zip(inputs[spec.name].type.tensor_type.shape.dim, spec.resolve(sizes), strict=True):
-            dim.dim_value = length
+    return bare
+
+
+def _infer(bare: "onnx.ModelProto") -> dict[str, tuple[int | None, ...]]:
+    import onnx.shape_inference
+
     try:
         inferred = onnx.shape_inference.infer_shapes(bare, data_prop=True)
     except onnx.shape_inference.InferenceError:  # it knows an operator's domain in no version, say
-        return None
-    results = [output.type.tensor_type for output in inferred.graph.output]
-    if all(result.HasField("shape") and all(dim.dim_value > 0 for dim in result.shape.dim) for result in results):
-        return [tuple(dim.dim_value for dim in result.shape.dim) for result in results]
-    return None
+        return {}
+    results = {output.name: output.type.tensor_type for output in inferred.graph.output}
+    return {
+        name: tuple(dim.dim_value if is_fixed(dim) else None for dim in result.shape.dim)
+        for name, result in results.items()
+        if result.HasField("shape")
+    }
 
 
 _CONVERT = "convert the model without this output; skl2onnx does with zipmap=False, and labels as whole numbers"
@@ -230,7 +255,7 @@ def _dim(dim: "onnx.TensorShapeProto.Dimension", axis: int, fallback: str, words
 
     Its word of no text, if there is one, is that of first dimensions without a name.
     """
-    if _is_fixed(dim):
+    if is_fixed(dim):
         return int(dim.dim_value)
     text = dim.dim_param
     if not axis and "" in words and is_unnamed(dim):
@@ -252,10 +277,11 @@ def _read_sum(text: str) -> str:
 
 def is_unnamed(dim: "onnx.TensorShapeProto.Dimension") -> bool:
     """Tell whether a dimension has neither a size nor a name that somebody chose."""
-    return not _is_fixed(dim) and (dim.dim_param in UNNAMED or _NUMBERED.fullmatch(dim.dim_param) is not None)
+    return not is_fixed(dim) and (dim.dim_param in UNNAMED or _NUMBERED.fullmatch(dim.dim_param) is not None)
 
 
-def _is_fixed(dim: "onnx.TensorShapeProto.Dimension") -> bool:
+def is_fixed(dim: "onnx.TensorShapeProto.Dimension") -> bool:
+    """Tell whether a dimension is declared with a size."""
     return dim.HasField("dim_value") and dim.dim_value >= 0  # some exporters write -1 for any size
 
 
