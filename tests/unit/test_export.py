@@ -15,7 +15,7 @@ from torch.onnx._internal.exporter import _registration
 from enginesmith.pipeline.artifact import Artifact
 from enginesmith.pipeline.engines import simulation
 from enginesmith.pipeline.errors import ExportError
-from enginesmith.pipeline.frameworks.onnx import edit, evaluator, model_file, validation
+from enginesmith.pipeline.frameworks.onnx import edit, evaluator, ir, model_file, validation
 from enginesmith.pipeline.passes.export import agreement, export, translations
 from enginesmith.pipeline.passes.export.registry import keep_registry
 from enginesmith.pipeline.system.device import Device
@@ -478,3 +478,34 @@ def test_random_numbers_are_exported_in_the_opset_that_engines_have_kernels_for(
     assert [note for note in effect.notes if "opset 21, not 23" in note and "RandomNormalLike" in note]
     (answer,) = evaluator.run_graph(tmp_path / effect.file, {"x": x.numpy()})
     assert answer.tolist() == x.tolist()
+
+
+class _Squeezed(torch.nn.Module):
+    """Drop the axis of size 1, in the middle, and none of what has none."""
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        turned = (x * 2).t()[:, None].squeeze().t()
+        return turned.reshape(-1, 3), (x + 1).squeeze().reshape(-1, 3) * 2
+
+
+@pytest.mark.parametrize("exporter", ["dynamo", "torchscript"])
+def test_squeeze_without_an_axis_keeps_a_batch_of_one(tmp_path: Path, exporter: str) -> None:
+    x = torch.arange(12.0).reshape(4, 3)
+    outputs = ["y:float32:batch,3", "z:float32:batch,3"]
+    model = loaded(_Squeezed(), {"x": x}, {"x": ("batch", 3)}, outputs)
+    exported(tmp_path, model, exporter=exporter)
+    graph = onnx.load(tmp_path / edit.FILE).graph
+    assert [len(node.input) for node in graph.node if node.op_type == "Squeeze"] == [2]
+    for rows in (1, 2, 4):
+        answers = evaluator.run_graph(tmp_path / edit.FILE, {"x": x[:rows].numpy()})
+        for answer, wanted in zip(answers, _Squeezed()(x[:rows]), strict=True):
+            np.testing.assert_array_equal(answer, wanted.numpy())
+
+
+def test_a_squeeze_whose_axes_are_not_known_stays() -> None:
+    """What a named size of the inputs is not, may be 1; and of an unknown shape, nothing is known."""
+    ends = [onnx.helper.make_tensor_value_info(name, 1, shape) for name, shape in (("x", ["any", 1]), ("y", None))]
+    node = onnx.helper.make_node("Squeeze", ["x"], ["y"])
+    model = onnx.helper.make_model(onnx.helper.make_graph([node], "g", ends[:1], ends[1:]))
+    assert export.name_squeezed_axes(ir.from_proto(model), ["batch"]) == 0
+    assert export.name_squeezed_axes(ir.from_proto(model), ["any"]) == 1

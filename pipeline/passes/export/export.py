@@ -98,6 +98,7 @@ def export_module(loaded: "LoadedModel", out: Path, options: Export, progress: P
         warnings.simplefilter("default")  # logged, whatever the caller turns warnings into
         model, exporter, notes = _capture(loaded.without_processing, out, options, progress)
         edit.tidy(model, wrapper="model")
+        name_squeezed_axes(model, loaded.dynamic_sizes)
         compare_whole_numbers(model)
         if options.attention == "decomposed":
             decompose_attention(model)
@@ -143,6 +144,37 @@ def _capture(
     if isinstance(last, FixedDimension) and not isinstance(first, FixedDimension):
         remedy = f"{remedy}; or {last.remedy}"
     raise ExportError(f"{first.message}; the TorchScript exporter fails too: {last.message}", remedy) from first
+
+
+def name_squeezed_axes(model: "ir.Model", words: Iterable[str]) -> int:
+    """Give each Squeeze without axes, in place, those that are of size 1 at any batch; return how many there were.
+
+    The exporters write ``squeeze()`` so, and with a batch of 1 it would take the batch away, too. ``words`` are the
+    dynamic dimensions of the inputs, which were not 1 at the export. Where the known sizes do not tell how many axes
+    were taken away, a Squeeze stays.
+    """
+    dynamic, count = {*words}, 0
+    for node in list(ir.traversal.RecursiveGraphIterator(model.graph)):
+        if node.op_type != "Squeeze" or node.domain or len(node.inputs) != 1 or "axes" in node.attributes:
+            continue
+        given, result = (value.shape if value else None for value in (node.inputs[0], node.outputs[0]))
+        if given is None:
+            continue
+        axes = [axis for axis, size in enumerate(given) if size == 1]
+        known = all(isinstance(size, int) or size.value in dynamic for size in given)
+        if len(given) - len(axes) != len(result) if result is not None else not known:
+            continue
+        count += 1
+        if not axes:
+            node.op_type = "Identity"  # a Squeeze of an empty list takes every axis of size 1 away
+            continue
+        constant = ir.node("Constant", [], {"value_ints": axes}, name=f"{node.outputs[0].name}_axes")
+        node.prepend(constant)
+        node.resize_inputs(2)
+        node.replace_input_with(1, constant.outputs[0])
+    if count:
+        edit.infer_shapes(model)
+    return count
 
 
 def _name_values(model: "ir.Model", signature: "Signature") -> None:
