@@ -430,8 +430,13 @@ def _torch(file, engine):
         return tensor.to(engine["device"], cast if value.dtype.kind == "f" else None)
 
     def run(feeds):
-        with torch.inference_mode():
-            answers = model(*map(place, feeds.values()))
+        before = torch.get_num_threads()  # of the thread that calls, as what is set is
+        torch.set_num_threads(options["threads"] or before)
+        try:
+            with torch.inference_mode():
+                answers = model(*map(place, feeds.values()))
+        finally:
+            torch.set_num_threads(before)
         pairs = zip(engine["outputs"], answers, strict=True)
         return {spec["name"]: value.to("cpu", getattr(torch, spec["dtype"])).numpy() for spec, value in pairs}
 

@@ -275,3 +275,31 @@ def test_code_is_compiled_for_all_threads_also_beside_other_steps(
         assert AOTInductor().environment_key(device)["threads"] == threads
         aotinductor._compile(None, tmp_path / "model.pt2", device)
         assert compiled[-1]["cpp.threads"] == threads
+
+
+@pytest.mark.parametrize(("threads", "used"), [(3, 3), (0, 5)])
+def test_the_script_of_bundles_runs_with_the_threads_of_the_recipe(
+    package: Artifact, monkeypatch: pytest.MonkeyPatch, threads: int, used: int
+) -> None:
+    seen: list[int] = []
+    state = {"threads": 5}
+    monkeypatch.setattr(torch, "get_num_threads", lambda: state["threads"])
+    monkeypatch.setattr(torch, "set_num_threads", lambda count: state.update(threads=count))
+
+    def call(value: torch.Tensor) -> list[torch.Tensor]:
+        seen.append(torch.get_num_threads())
+        if not value.any():
+            raise RuntimeError("a kernel's")
+        return [value]
+
+    monkeypatch.setattr(torch._inductor, "aoti_load_package", lambda file: call)
+    options = AOTInductor().package_facts(package.path, Device(threads=threads)).options
+    outputs = [{"name": "y", "dtype": "float32"}]
+    run = runpy.run_path(str(AOTInductor.infer_script()))["_torch"](
+        package.path, {"device": "cpu", "options": options, "outputs": outputs}
+    )
+    assert run({"x": np.ones(2, "f4")})["y"].tolist() == [1, 1]
+    with pytest.raises(RuntimeError, match="a kernel's"):
+        run({"x": np.zeros(2, "f4")})
+    assert seen == [used, used]
+    assert state["threads"] == 5, "the caller's own number is what it was"

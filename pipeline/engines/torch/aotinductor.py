@@ -209,7 +209,8 @@ class AOTInductor(Engine):
 
     def package_facts(self, main: Path, device: Device) -> PackageFacts:
         record = read_record(main.parent)
-        options = record.model_dump(include={"torch", "machine", "instructions", "target"}) | {"dtype": self.dtype}
+        options = record.model_dump(include={"torch", "machine", "instructions", "target"})
+        options |= {"dtype": self.dtype, "threads": device.threads}
         return PackageFacts(version=record.torch, options=options, module="torch")
 
     @classmethod
