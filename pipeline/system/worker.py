@@ -164,7 +164,8 @@ class Worker:
         if self.log.is_file():
             log_text = self.log.read_bytes()[self._earlier_bytes :].decode(errors="replace").strip()
         log_text, place = _split_trace(log_text)
-        tail = f"; the end of its log ({self.log.name}): {log_text or 'empty'}{place}"
+        nothing = "nothing but the trace of the crash" if place else "empty"
+        tail = f"; the end of its log ({self.log.name}): {log_text or nothing}{place}"
         if code == -signal.SIGKILL:
             return StepKilled(
                 "its process was killed, most likely by the kernel because memory ran out" + tail,

@@ -183,6 +183,38 @@ def test_sums_stay_apart_from_what_reads_them(total: str, reader: str, tmp_path:
     assert model_file.summary(built.path).operators == {"Add": 1, reader: 1}
 
 
+@pytest.mark.parametrize(
+    ("dtype", "nodes", "left_out"),
+    [
+        ("float16", "t = Transpose(x) y = MatMul(t, w)", True),
+        ("float", "h = Cast<to: int = 10>(x) t = Transpose(h) f = Cast<to: int = 1>(t) y = MatMul(f, w)", True),
+        ("int32", "t = Transpose(x) f = Cast<to: int = 1>(t) y = MatMul(f, w)", True),
+        ("float", "t = Transpose(x) y = MatMul(t, w)", False),
+        ("int32", "f = Cast<to: int = 1>(x) t = Transpose(f) y = MatMul(t, w)", False),
+        ("float16", "y = MatMul(x, w)", False),
+    ],
+)
+def test_no_cast_is_swapped_with_the_transpose_before_it(
+    dtype: str, nodes: str, left_out: bool, tmp_path: Path
+) -> None:
+    """ONNX Runtime's MatmulTransposeFusion does, and ends the process (microsoft/onnxruntime#28392)."""
+    half = dtype == "float16"
+    out = "float16" if half else "float"
+    text = f"""<ir_version: 10, opset_import: ["" : 20]> g ({dtype}[8,N] x) => ({out}[M,8] y) {{ {nodes} }}"""
+    proto = onnx.parser.parse_model(text)
+    proto.graph.initializer.append(numpy_helper.from_array(np.eye(8, dtype=np.float16 if half else np.float32), "w"))
+    path = tmp_path / "graph.onnx"
+    onnx.save(proto, path)
+    names = sessions.disabled_optimizers(path, CPU)
+    assert ("MatmulTransposeFusion" in names) == left_out
+    assert {*sessions.SLOW_ON_CPU} <= {*names}
+    assert not sessions.disabled_optimizers(path, Device(kind="cuda"))
+    x = np.arange(64).reshape(8, 8)
+    feeds = {"x": x.astype({"float": "float32"}.get(dtype, dtype))}
+    with OnnxRuntime().load(Artifact(kind="onnx", path=path, sha256="", bytes=0), CPU) as session:
+        np.testing.assert_array_equal(session.run(feeds)["y"], x.T if "Transpose" in nodes else x)
+
+
 @pytest.mark.parametrize("level", ["disabled", "basic", "extended", "all"])
 def test_scales_of_float16_are_not_multiplied(level: Level, tmp_path: Path) -> None:
     """ONNX Runtime 1.31 quantizes biases by itself, with the product of two scales: 1e-6 is hardly there in float16."""

@@ -166,6 +166,12 @@ def test_a_crash_is_placed_below_a_trace_of_any_length(tmp_path: Path) -> None:
     error = worker.Worker._explain_end(ended)  # type: ignore[arg-type]
     assert isinstance(error, StepOutOfMemory)
     assert error.message.endswith('std::bad_alloc; it was in File "net.py", line 7 in forward')
+    (tmp_path / "log").write_text('Fatal Python error: Aborted\n\nCurrent thread 0x2:\n  File "net.py", line 7 in f\n')
+    error = worker.Worker._explain_end(ended)  # type: ignore[arg-type]
+    assert error.message.endswith('(log): nothing but the trace of the crash; it was in File "net.py", line 7 in f')
+    (tmp_path / "log").write_text("")
+    error = worker.Worker._explain_end(ended)  # type: ignore[arg-type]
+    assert error.message.endswith("(log): empty")
 
 
 def test_a_worker_of_a_worker_is_a_fork_of_the_same_server_with_what_its_parent_has(tmp_path: Path) -> None:

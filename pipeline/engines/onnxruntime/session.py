@@ -44,6 +44,7 @@ from enginesmith.pipeline.tensors import Array, Feeds, Signature
 from enginesmith.pipeline.units import format_bytes
 
 if TYPE_CHECKING:
+    import onnx
     import onnxruntime
 
 
@@ -77,6 +78,9 @@ _WRONG_IN_FLOAT8 = (*_WRONG_IN_HALF, "ReluQuantRewrite", "ClipQuantRewrite", "QD
 """Optimizations that take all pairs for pairs of integers: biases become int32, also those that are too large for it; a
 Relu before a pair goes, as if what rounds stored nothing below 0; a Clip ends loading; and products become kernels of
 integers, which refuse to load float8, or lose what they read."""
+_CRASHING_ON_CPU = ("MatmulTransposeFusion",)
+"""Optimizations that swap a Cast with the Transpose before it, and leave it without a schema, which ends the process
+with a SIGSEGV where the next one looks at it (microsoft/onnxruntime#28392, also in 1.31)."""
 SLOW_ON_CPU = ("SkipLayerNormFusion", "BiasGeluFusion")
 """Optimizations that fuse an Add with what reads it, into kernels that take longer on the CPU than the two operators:
 BERT-base in 1.31 (1 thread, sequence 128) spends 11.7 instead of 2.4 ms on the first (AVX-512 VNNI; AVX2: 13.8 instead
@@ -212,18 +216,47 @@ def open_session(
 
 
 def disabled_optimizers(path: Path, device: Device) -> list[str]:
-    """List optimizations that get a graph wrong, or that make it slower on this device, by ONNX Runtime's names."""
-    return [*find_wrong_optimizers(path), *(SLOW_ON_CPU if device.kind == "cpu" else ())]
+    """List optimizations that get a graph wrong, or crash or slow it down on this device, by ONNX Runtime's names."""
+    wrong = find_wrong_optimizers(path)
+    return [*wrong, *_find_crashing_optimizers(path), *SLOW_ON_CPU] if device.kind == "cpu" else [*wrong]
+
+
+def _read_if_named(path: Path, operator: bytes) -> "onnx.ModelProto | None":
+    """Parse a graph that has an operator with this in its name; None if it has none, or cannot be read."""
+    try:
+        with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as content:
+            found = content.find(operator) >= 0
+        return model_file.read(path) if found else None
+    except (OSError, ValueError, InvalidGraph):  # ValueError: an empty file
+        return None
+
+
+def _find_crashing_optimizers(path: Path) -> tuple[str, ...]:
+    """Find the optimizations that crash where a product may read a cast of what was transposed.
+
+    Casts are also inserted by ONNX Runtime, where an operator has no kernel for float16.
+    """
+    model = _read_if_named(path, b"Transpose")
+    if model is None:
+        return ()
+    casts = {node.output[0] for node in traversal.nodes(model) if node.op_type == "Cast" and node.output}
+    products = (node for node in traversal.nodes(model) if node.op_type == "MatMul")
+    read = any(not casts.isdisjoint(node.input) for node in products)
+    return _CRASHING_ON_CPU if read or _has_float16(model) else ()
+
+
+def _has_float16(model: "onnx.ModelProto") -> bool:
+    """Look for float16 in constants, in inputs, and in what operators make."""
+    types = {tensor.data_type for tensor in traversal.tensors(model)}
+    types |= {value.type.tensor_type.elem_type for value in model.graph.input}
+    made = (entry.i for node in traversal.nodes(model) for entry in node.attribute if entry.name in ("to", "dtype"))
+    return any(model_file.dtype_name(dtype) == "float16" for dtype in (*types, *set(made)))
 
 
 def find_wrong_optimizers(path: Path) -> tuple[str, ...]:
     """Find the optimizations that get a graph wrong by the types of its Q/DQ pairs; graphs without are not parsed."""
-    try:
-        with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as content:
-            if content.find(b"QuantizeLinear") < 0:
-                return ()
-        model = model_file.read(path)
-    except (OSError, ValueError, InvalidGraph):  # ValueError: an empty file
+    model = _read_if_named(path, b"QuantizeLinear")
+    if model is None:
         return ()
     pairs = [node for node in traversal.nodes(model) if node.op_type in ("QuantizeLinear", "DequantizeLinear")]
     constants = [(tensor.name, model_file.dtype_name(tensor.data_type)) for tensor in traversal.tensors(model)]
