@@ -114,7 +114,7 @@ def explain_gain(record: VariantRecord, siblings: Sequence[VariantRecord], given
     against = f"{best.id} at batch {given.batch}"
     if ratio is None:
         return (f"too few rounds to tell whether {low} pays against {against}",)
-    if ratio.too_noisy:
+    if ratio.too_noisy or mine.speedup_disturbed or theirs.speedup_disturbed:
         return (f"the gain of {low} over {against} is {TOO_NOISY}",)
     speed_text = f"{ratio.times()} the speed of {against}"
     if ratio.low > 1:

@@ -43,14 +43,13 @@ None was measured: at most 0.78 × its speed in 15 races (benchmarks/results/sea
 """
 _COMPILED_OVER_EAGER = 4.0
 """Likewise over eager in the same precision: 3.7 is the most that was measured, in a network of 60 µs."""
-_DISTURBED_OVER_EAGER = 10.0
-"""Ratio likewise where other programs disturbed eager's calls, which look slower than they are."""
+_DISTURBED_OVER_EAGER = 1500.0
+"""Ratio likewise where other programs disturbed eager's calls: two threads that wait for each other took 71 ms instead
+of 0.21, 340 times as long, which multiplies the 4 above."""
 _HARDLY = 0.25
 """Share of the allowed drop up to which a variant hardly loses anything on the samples for choosing."""
 _GAIN = 1.1
 """Gain that the options of a slower variant may still bring, so that a smaller distance drops nobody."""
-_DISTURBED_GAIN = 3.0
-"""Ratio likewise where threads of one of both waited for a core: several threads wait more often than one."""
 
 
 class Race(Measurement):
@@ -245,10 +244,10 @@ def drop_slow(
 ) -> dict[str, str]:
     """Choose the variants that drop out after a lap, with the reason.
 
-    Those drop out that are slower than the best one by more than tuning may gain, at the near end of the interval, and
-    by more than that where calls of one of both waited for a core; after the ``last`` lap also the slowest ones above
-    the number ``most``. The fastest one of each ``safe`` list stays, and so do the ``dense`` ones of pruned ones that
-    stay.
+    Those drop out that are slower than the best one by more than tuning may gain, at the near end of the interval,
+    unless calls of one of both waited for a core: where threads wait for each other, that alone can make a call 300
+    times as long. After the ``last`` lap the slowest ones above the number ``most`` drop out, too. The fastest one of
+    each ``safe`` list stays, and so do the ``dense`` ones of pruned ones that stay.
     """
     speeds = {name: row.speedup for name, row in rows.items() if row.speedup}
     order = sorted(speeds, key=lambda name: -speeds[name].median)
@@ -259,10 +258,11 @@ def drop_slow(
         if name in staying:
             continue
         disturbed = rows[order[0]].speedup_disturbed or rows[name].speedup_disturbed
-        if ratio.low > (_DISTURBED_GAIN if disturbed else _GAIN):
+        if ratio.low > _GAIN and not disturbed:
             reasons[name] = f"{order[0]} is {_write_times(ratio)} faster"
         elif last and place > most:
-            reasons[name] = f"it is number {place} in speed, and {most} are measured in full"
+            waited = " (by calls that other programs disturbed)" if disturbed else ""
+            reasons[name] = f"it is number {place} in speed{waited}, and {most} are measured in full"
     beside = {dense.get(name) for name in rows if name not in reasons}
     return {name: reason for name, reason in reasons.items() if name not in beside}
 

@@ -164,6 +164,9 @@ def test_an_interval_around_one_claims_neither() -> None:
     assert said.startswith("int8 is not measurably faster: 0.99× [0.94, 1.04]")
     few = record("int8", speedup=3.0)
     few = few.model_copy(update={"latency": (few.latency[0].model_copy(update={"speedup": None}),)})
+    waited = LatencyRow(batch=1, p50_ms=5, speedup=Interval(median=2, low=2, high=2), speedup_disturbed=True)
+    (said,) = explain_gain(record("int8", latency=(waited,)), [FLOAT], given())
+    assert said.endswith("is too noisy to tell"), "of calls that other programs disturbed"
     assert explain_gain(few, [FLOAT], given()) == (
         "too few rounds to tell whether int8 pays against onnxruntime-fp32 at batch 1",
     )
