@@ -58,8 +58,11 @@ def inspect(file: Path) -> Facts:
         return _run(file)
     if (file / "manifest.json").is_file() and (file / "infer.py").is_file():
         return _bundle(file)
-    if file.is_dir() and (any(file.glob("config.pbtxt")) or any(file.glob("*/config.pbtxt"))):
-        raise UsageError(f"{file} is a package for Triton", "read the manifest.json in it: it describes the whole")
+    configurations = (*file.glob("config.pbtxt"), *file.glob("*/config.pbtxt")) if file.is_dir() else ()
+    if models := [path.parent for path in configurations]:
+        if len(models) > 1:
+            raise UsageError(f"{file} has {len(models)} models for Triton", f"inspect one of them: {sorted(models)[0]}")
+        return _bundle(models[0])
     if file.is_dir() and (run := file.absolute().parent.parent / "run.json").is_file():
         raise UsageError(f"{file} is a part of a run directory", f"inspect the whole: enginesmith inspect {run.parent}")
     if describe.is_data(str(file)):
@@ -238,7 +241,7 @@ def _bundle(folder: Path) -> Facts:
         "inputs": [str(spec) for spec in bundle.signature.inputs],
         "outputs": [str(spec) for spec in bundle.signature.outputs],
         "cautions": [*bundle.cautions],
-        "check": shlex.join(["enginesmith", "verify", str(folder)]),
+        **({"check": shlex.join(["enginesmith", "verify", str(folder)])} if bundle.format == "bundle" else {}),
     }
 
 

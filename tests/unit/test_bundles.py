@@ -171,9 +171,13 @@ def test_inspect_tells_what_a_bundle_is_and_how_it_is_checked(made: ExampleRun, 
 def test_inspect_says_what_to_look_at_instead(made: ExampleRun, tmp_path: Path) -> None:
     package(run := made.write(), "triton", tmp_path / "t")
     for folder in (tmp_path / "t", tmp_path / "t/net_py_build"):
-        with pytest.raises(UsageError, match="is a package for Triton") as error:
-            inspect(folder)
-        assert "manifest.json" in error.value.remedy
+        found = inspect(folder)
+        assert (found["kind"], found["variant"]) == ("triton", "onnxruntime-fp32")
+        assert "check" not in found, "verify loads bundles"
+    shutil.copytree(tmp_path / "t/net_py_build", tmp_path / "t/another")
+    with pytest.raises(UsageError, match="has 2 models for Triton") as error:
+        inspect(tmp_path / "t")
+    assert error.value.remedy == f"inspect one of them: {tmp_path / 't/another'}"
     (folder := run / "variants/onnxruntime-fp32").mkdir(parents=True, exist_ok=True)
     with pytest.raises(UsageError, match="is a part of a run directory") as error:
         inspect(folder)

@@ -154,6 +154,8 @@ def test_engines_of_tensorrt(made: ExampleRun, tmp_path: Path) -> None:
     run = made.write()
     wrote = package(run, "triton", tmp_path / "t", "tensorrt-fp16")
     assert "needs a Triton with TensorRT 10.14.1, on sm86" in wrote.cautions
+    names = {Path(name).name for name in wrote.files}
+    assert names == {"config.pbtxt", "manifest.json", "model.plan"}, "a server reads none of our records"
     assert (tmp_path / "t/net_py_build/1/model.plan").read_bytes() == b"engine"
     text = (tmp_path / "t/net_py_build/config.pbtxt").read_text()
     parsed = text_format.Parse(text, message_factory.GetMessageClass(_model_config())())

@@ -69,9 +69,11 @@ def _make_up(sample: Array) -> Array:
     return drawn.astype(sample.dtype)
 
 
-def _copy_files(chosen: Chosen, folder: Path, main: str) -> None:
-    """Copy the variant's files, the one that is loaded under the name ``main``."""
+def _copy_files(chosen: Chosen, folder: Path, main: str, *, records: bool = True) -> None:
+    """Copy the variant's files, the one that is loaded under the name ``main``, and enginesmith's records if asked."""
     for name, source in chosen.files.items():
+        if not records and source.suffix == ".json":
+            continue
         target = folder / (main if name == chosen.main.name else name)
         target.parent.mkdir(parents=True, exist_ok=True)
         shutil.copyfile(source, target)
@@ -94,7 +96,7 @@ def write_repository(chosen: Chosen, folder: Path) -> None:
     """
     file, name = _choose_file(chosen), model_name(chosen)
     home = folder / name
-    _copy_files(chosen, home / VERSION, file)
+    _copy_files(chosen, home / VERSION, file, records=False)
     manifest = describe(chosen, "triton", f"{VERSION}/{file}", {})
     (home / CONFIG).write_text(config(name, manifest), encoding="utf-8")
     whole = manifest.model_copy(update={"files": manifests.list_files(home)})
