@@ -263,7 +263,13 @@ def _fit(given, name, dtype, shape):
         raise ValueError(f"{name} is {array.dtype}; the model takes {dtype}, and no other kind of numbers is converted")
     if len(shape) != array.ndim or any(size not in (given, str(size)) for size, given in zip(shape, array.shape)):
         raise ValueError(f"{name} has the shape {list(array.shape)}; the model takes {shape}")
-    return np.require(array, dtype, "C")
+    with np.errstate(over="ignore"):
+        made = np.require(array, dtype, "C")
+    if wanted == "f" and made.dtype.itemsize < array.dtype.itemsize:
+        beyond = array[np.isinf(made) & np.isfinite(array)]
+        if beyond.size:
+            raise ValueError(f"{name} has {beyond[0]}; the model takes {dtype}, up to {np.finfo(dtype).max}")
+    return made
 
 
 def _plain(file):

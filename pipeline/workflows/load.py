@@ -36,7 +36,7 @@ from enginesmith.pipeline.results import remeasure
 from enginesmith.pipeline.results.package import describe, verify
 from enginesmith.pipeline.results.package import manifest as manifests
 from enginesmith.pipeline.system.device import Device
-from enginesmith.pipeline.tensors import Array, Feeds, ShapeRange, check_indices, read_sizes
+from enginesmith.pipeline.tensors import Array, Feeds, ShapeRange, TensorSpec, check_indices, read_sizes
 from enginesmith.pipeline.workflows.run_directory import work_where_begun
 from enginesmith.pipeline.workflows.stages import reload_model
 
@@ -173,7 +173,7 @@ class LoadedModel:
         shapes: tuple[Any, ...] = ()
         for value in values:
             if type(value) is not np.ndarray:
-                values, convert = _to_arrays(values)
+                values, convert = _to_arrays(values, self.signature.inputs)
                 shapes = tuple(fact for value in values for fact in (value.dtype, value.shape))
                 break
             shapes += (value.dtype, value.shape)
@@ -335,7 +335,7 @@ def _pack(structure: Any, values: Mapping[str, Any]) -> Any:
     return values[structure] if structure is not None else None
 
 
-def _to_arrays(values: Sequence[Any]) -> tuple[list[Array], Callable[[Array], Any] | None]:
+def _to_arrays(values: Sequence[Any], specs: Sequence[TensorSpec]) -> tuple[list[Array], Callable[[Array], Any] | None]:
     """View inputs as arrays, with what turns outputs into their kind; tensors of another device are copied."""
     torch = sys.modules.get("torch")  # not imported for this: without it no value is a tensor
     kinds = set(map(type, values))
@@ -352,7 +352,9 @@ def _to_arrays(values: Sequence[Any]) -> tuple[list[Array], Callable[[Array], An
     try:
         arrays = [value.numpy(force=True) for value in values]
     except (TypeError, RuntimeError) as error:  # bfloat16, sparse
-        raise SignatureError(f"an input cannot be fed to an engine: {error}", "give dense tensors") from error
+        given = ", ".join(f"{spec.name} in {spec.dtype}" for spec in specs)
+        message = f"an input cannot be fed to an engine: {error}"
+        raise SignatureError(message, f"give dense tensors of the model's dtypes: {given}") from error
     return arrays, lambda array: torch.from_numpy(array).to(values[0].device)
 
 

@@ -13,8 +13,9 @@ import time
 import urllib.error
 import urllib.request
 import venv
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import kubernetes_validate
@@ -90,10 +91,10 @@ def service(digits_run: Path, cli: Cli, tmp_path: Path) -> Iterator[tuple[str, P
             process.kill()
 
 
-def ask(url: str, data: bytes | None = None) -> tuple[int, Any]:
+def ask(url: str, data: bytes | None = None, headers: Mapping[str, str] = MappingProxyType({})) -> tuple[int, Any]:
     for _ in range(600):
         try:
-            with urllib.request.urlopen(urllib.request.Request(url, data), timeout=60) as answer:
+            with urllib.request.urlopen(urllib.request.Request(url, data, dict(headers)), timeout=60) as answer:
                 return answer.status, json.load(answer)
         except urllib.error.HTTPError as refused:
             return refused.code, json.load(refused)
@@ -113,6 +114,8 @@ def test_the_service_of_the_page_answers(service: tuple[str, Path]) -> None:
         code, answer = ask(f"{url}/predict", data)
         assert (code, said in answer["error"]) == (400, True), answer
     assert ask(f"{url}/other", b"{}")[0] == 404
+    for length in ("abc", "-1", 5_000 * "9"):
+        assert ask(f"{url}/predict", b"3", {"Content-Length": length})[0] == 413
 
 
 def stages() -> dict[str, list[tuple[str, str]]]:

@@ -163,6 +163,11 @@ def test_the_script_refuses_sizes_of_0_and_those_that_the_engine_fails_at() -> N
         ("float32", [True], False),
         ("int64", [True], False),
         ("float32", np.float64([0.1]), True),
+        ("float32", np.float64([np.inf, np.nan, 3e38]), True),
+        ("float32", np.float64([np.inf, 1e300]), False),
+        ("float32", [-1e39], False),
+        ("float16", np.float32([7e4]), False),
+        ("float16", [70_000], False),
         ("float32", np.float16([0.1]), True),
         ("float32", np.array([0.1], ">f4"), True),
         ("int64", np.int32([-1]), True),
@@ -185,7 +190,7 @@ def test_the_script_converts_numbers_of_the_same_kind(dtype: str, given: Any, ta
         assert found.dtype == dtype
         np.testing.assert_array_equal(found, np.asarray(given, dtype))
     else:
-        told = r"x (is \w+|goes from \S+ to \S+); the model takes " + dtype
+        told = r"x (is \w+|has \S+|goes from \S+ to \S+); the model takes " + dtype
         with pytest.raises(ValueError, match=told):
             fit(given, "x", dtype, shape)
 
