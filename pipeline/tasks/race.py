@@ -43,9 +43,6 @@ None was measured: at most 0.78 × its speed in 15 races (benchmarks/results/sea
 """
 _COMPILED_OVER_EAGER = 4.0
 """Likewise over eager in the same precision: 3.7 is the most that was measured, in a network of 60 µs."""
-_DISTURBED_OVER_EAGER = 1500.0
-"""Ratio likewise where other programs disturbed eager's calls: two threads that wait for each other took 71 ms instead
-of 0.21, 340 times as long, which multiplies the 4 above."""
 _HARDLY = 0.25
 """Share of the allowed drop up to which a variant hardly loses anything on the samples for choosing."""
 _GAIN = 1.1
@@ -274,8 +271,8 @@ def _write_times(ratio: Interval) -> str:
 def explain_unmade(rows: Sequence[RaceRow], others: Sequence[str], originals: Sequence[str]) -> str:
     """Explain why a compiled variant would be too slow; empty where it may be fast enough, or nobody knows.
 
-    It is judged by the ``others`` of its precision: by the fastest of them, and by the original among them. Where other
-    programs took the cores, the original, which uses several threads, waits most: then it has to be much slower.
+    It is judged by the ``others`` of its precision: by the fastest of them, and by the original among them. Nobody
+    knows where other programs took the cores: the original, whose threads wait for each other, waits most then.
     """
     last = {row.variant: row for row in rows if row.speedup and not row.failure}
     speeds = {name: row.speedup for name, row in last.items() if row.speedup}
@@ -285,16 +282,10 @@ def explain_unmade(rows: Sequence[RaceRow], others: Sequence[str], originals: Se
     for name, gain in (*((name, _COMPILED_OVER_EAGER) for name in originals), (fastest, _COMPILED_GAIN)):
         if name not in speeds or name not in others:
             continue
-        disturbed = name in originals and (last[name].disturbed or last[best].disturbed)
         ratio = divide(speeds[best], speeds[name])
-        if ratio.low > (_DISTURBED_OVER_EAGER if disturbed else gain):
-            faster = (
-                f"far faster than {name}, whose calls were disturbed"
-                if disturbed
-                else f"{_write_times(ratio)} faster than {name}"
-            )
+        if ratio.low > gain and not last[name].disturbed and not last[best].disturbed:
             seldom = f"compiling in PyTorch is seldom more than {gain:g}× faster than {name}"
-            return f"it was not made: {best} is {faster}, and {seldom}"
+            return f"it was not made: {best} is {_write_times(ratio)} faster than {name}, and {seldom}"
     return ""
 
 
