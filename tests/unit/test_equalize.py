@@ -404,3 +404,16 @@ def test_a_clip_that_cuts_every_channel_is_not_passed(tmp_path: Path) -> None:
     after, done = written(before, measure_ranges(before, image(), "b", "d"))
     assert (done.ties, done.clips_left) == (0, 1)  # behind the second one some channels are 0 throughout
     assert difference(before, after, image()) == 0
+
+
+def test_channels_of_all_experts_become_alike(tmp_path: Path) -> None:
+    sizes = scales(3 * WIDTH).reshape(3, 1, WIDTH)
+    weights = {"w": normal(3, 5, WIDTH) * sizes, "b": normal(3, 1, WIDTH, seed=1) * sizes}
+    weights["v"] = normal(3, WIDTH, 4, seed=2) / sizes.swapaxes(1, 2)
+    nodes = [node("MatMul", "x w", "a"), node("Add", "a b", "c"), node("Relu", "c", "r"), node("MatMul", "r v", "y")]
+    before, x = save_graph(tmp_path, nodes, weights, x=("n", 1, 7, 5)), normal(2, 1, 7, 5)
+    after, done = written(before)
+    assert (done.ties, done.products) == (1, 2)
+    assert done.ratio_before > 500
+    assert done.ratio_after < 5
+    assert difference(before, after, x) < 1e-5

@@ -183,3 +183,12 @@ def test_a_bias_that_others_add_too_is_theirs_as_it_was() -> None:
     operators, difference = folded(text, **WEIGHTS, w2=normal(3, 4, seed=8))
     assert "Mul" not in operators
     assert difference < 1e-6
+
+
+@pytest.mark.parametrize(("shape", "gone"), [((4,), True), ((2, 1, 1), True), ((), True), ((5, 1), False)])
+def test_a_factor_behind_a_stack_of_matrices_goes_into_all_of_them(shape: tuple[int, ...], gone: bool) -> None:
+    text = "(float[N,1,5,3] x) => (float[N,2,5,4] y) { h = MatMul(x, w) s = Add(h, b) y = Mul(s, g) }"
+    weights = {"w": normal(2, 3, 4), "b": normal(2, 1, 4, seed=1), "g": normal(*shape, seed=2)}
+    operators, difference = folded(text, normal(2, 1, 5, 3), **weights)
+    assert ("Mul" not in operators) == gone
+    assert difference < 1e-6

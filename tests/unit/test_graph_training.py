@@ -80,6 +80,27 @@ def test_a_quantized_graph_is_computed_as_by_onnx_runtime(graph: Path) -> None:
     np.testing.assert_allclose(output.detach().numpy(), evaluate(graph, x)["y"], atol=1e-5)
 
 
+def test_experts_are_trained_on_the_steps_of_their_columns(tmp_path: Path) -> None:
+    nodes = [*QDQ[:2], node("DequantizeLinear", "w ws wz", "wd", axis=1, block_size=4), node("MatMul", "xd wd", "y")]
+    levels = np.clip(np.rint(normal(3, 4, 2) * 50), -127, 127).astype(np.int8)
+    scale = np.abs(normal(3, 1, 2, seed=1)) / 50
+    given = {"xs": np.float32(0.02), "xz": np.uint8(100), "w": levels, "ws": scale, "wz": np.zeros((3, 1, 2), np.int8)}
+    path, out, x = write_graph(tmp_path, nodes, given, opset=21, x=("n", 5, 4)), tmp_path / "out", normal(1, 5, 4)
+    out.mkdir()
+    loaded = load_graph(path)
+    (output,) = loaded.module(torch.from_numpy(x))
+    np.testing.assert_allclose(output.detach().numpy(), evaluate(path, x)["y"], atol=1e-5)
+    output.square().sum().backward()
+    with torch.no_grad():
+        for name, value in loaded.module.named_parameters():
+            value -= 0.0 if name == SCALES else 1e-3 * value.grad
+    save_graph(path, loaded, out, edit.EXTERNAL_DATA_BYTES)
+    after = weights(out / edit.FILE)
+    assert {name for name in given if not np.array_equal(after[name], given[name])} == {"w"}
+    (output,) = loaded.module(torch.from_numpy(x))
+    np.testing.assert_allclose(evaluate(out / edit.FILE, x)["y"], output.detach().numpy(), atol=1e-4)
+
+
 def test_a_pair_without_a_zero_point_rounds_to_uint8(tmp_path: Path) -> None:
     nodes = [node("QuantizeLinear", "x s", "q"), node("DequantizeLinear", "q s", "y")]
     path, x = write_graph(tmp_path, nodes, {"s": np.float32(0.05)}, x=("batch", 4)), normal(3, 4)
@@ -395,6 +416,11 @@ def test_constants_in_nodes_are_trained_too(tmp_path: Path) -> None:
             {"z": np.uint8(0)},
             "its scale is no constant",
         ),
+        (
+            [node("DequantizeLinear", "w s z", "d", axis=0, block_size=2), node("MatMul", "x d", "y")],
+            {"w": np.ones((4, 4), np.int8), "s": np.ones((2, 4), np.float32), "z": np.zeros((2, 4), np.int8)},
+            "several in a column",
+        ),
     ],
 )
 def test_what_cannot_be_trained_is_refused(tmp_path: Path, nodes: Any, weights: Any, message: str) -> None:
@@ -407,7 +433,7 @@ def test_what_cannot_be_trained_is_refused(tmp_path: Path, nodes: Any, weights: 
             [onnx.helper.make_tensor_value_info("y", TensorProto.FLOAT, None)],
             [numpy_helper.from_array(np.asarray(value), name) for name, value in weights.items()],
         ),
-        opset_imports=[onnx.helper.make_opsetid("", 20)],
+        opset_imports=[onnx.helper.make_opsetid("", 21)],
     )
     onnx.save(model, path)
     with pytest.raises(ModelError, match=message):

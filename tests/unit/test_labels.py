@@ -26,6 +26,7 @@ OPERATORS += (
     "mean",
     "LayerNormalization",
     "Clip",
+    "experts",
 )
 
 
@@ -62,6 +63,17 @@ class RandomGraph:
         inputs = self.channels[value]
         weight, bias = self.normal(outputs, inputs // groups, 1, 1), self.normal(outputs)
         return self.add("Conv", f"{value} {weight} {bias}", outputs, group=groups)
+
+    def ask_experts(self, value: str, count: int) -> None:
+        """Append two stacks of matrices: all of the first read the same value, those of the second one part each."""
+        experts, width = 3, int(self.rng.integers(1, 4))
+        rows = self.add("Reshape", f"{value} {self.constant(np.array([0, 1, count, SIDE * SIDE]))}")
+        rows = self.add("Transpose", rows, perm=[0, 1, 3, 2])
+        hidden = self.add("MatMul", f"{rows} {self.normal(1, experts, count, width)}")
+        hidden = self.add("Relu", self.add("Add", f"{hidden} {self.normal(experts, 1, width)}"))
+        made = self.add("Add", f"{self.add('MatMul', f'{hidden} {self.normal(experts, width, 2)}')} {self.normal(2)}")
+        made = self.add("Transpose", made, perm=[0, 1, 3, 2])
+        self.add("Reshape", f"{made} {self.constant(np.array([0, 2 * experts, SIDE, SIDE]))}", 2 * experts)
 
     def grow(self, word: str) -> None:
         """Append what the word names, behind a value that was chosen at random."""
@@ -127,6 +139,8 @@ class RandomGraph:
                 weight = self.normal(count, 6) if word == "MatMul" else f"{self.normal(count)} {self.normal(count)}"
                 width = 6 if word == "MatMul" else count
                 self.add("Transpose", self.add(word, f"{last} {weight}"), width, perm=[0, 3, 1, 2])
+            case "experts":
+                self.ask_experts(value, count)
             case "mean":
                 mean = self.add("ReduceMean", f"{value} places", keepdims=0)
                 apart = self.add("Unsqueeze", f"{mean} places")
@@ -199,6 +213,51 @@ def test_factors_pass_what_fills_places_with_their_own(tmp_path: Path, between: 
     read = next(each for product, each in found.readers if product.node.outputs[0].name == "y")
     made = {int(label) for _, each in found.writers for label in each if not found.fixed[label]}
     assert (made.issuperset(read.tolist()) and len(set(read.tolist())) == len(read)) == free
+
+
+EXPERTS, INNER = 3, 4
+
+
+@pytest.mark.parametrize(
+    ("given", "first", "second", "bias", "own"),
+    [
+        (("n", 5), (EXPERTS, 5, INNER), (EXPERTS, INNER, 2), (EXPERTS, 1, INNER), EXPERTS * INNER),
+        (("n", 1, 7, 5), (EXPERTS, 5, INNER), (EXPERTS, INNER, 2), (INNER,), EXPERTS * INNER),
+        ((EXPERTS, "n", 5), (EXPERTS, 5, INNER), (EXPERTS, INNER, 2), (EXPERTS, 1, INNER), EXPERTS * INNER),
+        (("n", EXPERTS, 7, 5), (EXPERTS, 5, INNER), (INNER, 2), (EXPERTS, 1, INNER), INNER),
+        (("n", EXPERTS, 7, 5), (1, 5, INNER), (INNER, 2), (INNER,), INNER),
+        ((2, EXPERTS, 7, 5), (2, EXPERTS, 5, INNER), (2, EXPERTS, INNER, 2), (1, INNER), 2 * EXPERTS * INNER),
+        (("n", "m", 7, 5), (EXPERTS, 5, INNER), (EXPERTS, INNER, 2), (EXPERTS, 1, INNER), EXPERTS * INNER),
+    ],
+    ids=["rows", "batch", "own rows", "one for all behind", "a stack of one", "two axes", "unknown"],
+)
+def test_each_channel_of_each_expert_has_a_factor(
+    tmp_path: Path, given: Any, first: Any, second: Any, bias: Any, own: int
+) -> None:
+    nodes = [
+        node("MatMul", "x w", "a"),
+        node("Add", "a b", "c"),
+        node("Relu", "c", "r"),
+        node("MatMul", "r v", "y"),
+    ]
+    weights: Weights = {"w": normal(*first), "b": normal(*bias, seed=1), "v": normal(*second, seed=2)}
+    path = save_graph(tmp_path, nodes, weights, x=given)
+    model = edit.load(path)
+    found = labels.label(model, products.find(model))
+    free = {int(label) for _, each in found.writers for label in each if not found.fixed[label]}
+    shared = {int(label) for _, each in found.readers for label in each} & free
+    assert len(shared) == (0 if "m" in given else own)
+    factors = np.ones(found.count)
+    factors[list(shared)] = 2.0 ** np.arange(len(shared))
+    x = {"x": normal(*(EXPERTS if size in ("n", "m") else size for size in given))}
+    before = run_model(ir.load(path), x)["y"]
+    found.divide(factors)
+    np.testing.assert_allclose(run_model(model, x)["y"], before, rtol=1e-4, atol=1e-4)
+
+
+def test_experts_of_which_only_some_meet_the_same_rows_stay(tmp_path: Path) -> None:
+    path = save_graph(tmp_path, [node("MatMul", "x w", "y")], {"w": normal(2, EXPERTS, 5, 4)}, x=(2, 1, 7, 5))
+    assert [product.groups for product in products.find(edit.load(path))] == []
 
 
 def test_two_shapes_are_divided_into_groups_of_the_same_size() -> None:

@@ -331,6 +331,13 @@ def test_one_step_for_the_tensor(weight: Array) -> None:
     assert np.abs(narrow.wide() - weight).max() <= narrow.scale / 2 * 1.001
 
 
+def test_each_column_of_a_stack_of_matrices_has_a_step(weight: Array) -> None:
+    narrow = quantizers.quantize_symmetrically(weight, None, "int8", "fp32", stacked=True)
+    assert (narrow.axis, narrow.block, narrow.scale.shape) == (2, 3, (6, 5, 1, 3))
+    assert (np.abs(narrow.levels).max(axis=2) == 127).all()
+    assert (np.abs(narrow.wide() - weight) <= narrow.scale / 2 * 1.001).all()
+
+
 def test_e4m3_takes_the_largest_number_to_448_and_never_beyond(weight: Array) -> None:
     narrow = quantizers.quantize_symmetrically(weight, 0, "fp8", "fp16")
     assert narrow.levels.dtype == ml_dtypes.float8_e4m3fn

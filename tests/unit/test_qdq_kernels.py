@@ -343,3 +343,26 @@ def test_a_relu_before_float8_stays_in_graphs_of_others(as_node: bool, tmp_path:
     path = tmp_path / "given.onnx"
     ir.save(model, path)
     assert answer_as_engine(path, feeds(model)).min() == 0
+
+
+@pytest.mark.parametrize("given", ["n, 1, 6, 16", "n, 3, 6, 16", "6, 16"])
+def test_each_column_of_each_expert_has_a_scale_in_an_integer_kernel(tmp_path: Path, given: str) -> None:
+    sizes = np.array([0.01, 1, 100]).reshape(3, 1, 1) * np.linspace(0.2, 5, 8)
+
+    def make(opset: int = 21) -> ir.Model:
+        text = f"net (float[{given}] x) => (float[{'n, ' * (given[0] == 'n')}3, 6, 8] y) {{ y = MatMul(x, w) }}"
+        return parse_graph(text, opset, w=(make_random(5)(3, 16, 8) * sizes).astype(np.float32))
+
+    def lowest(settings: Settings, opset: int = 21) -> float:
+        model, _ = make_quantized(lambda: make(opset), settings)
+        inputs = feeds(model)
+        exact, rounded = exact_values(make(), inputs)["y"], run_model(model, inputs)["y"]
+        return min(sqnr_db(exact[..., expert, :, :], rounded[..., expert, :, :]) for expert in range(3))
+
+    model, _ = make_quantized(make, RUNNABLE)
+    assert count_kernels(model, feeds(model), tmp_path) == {"QuantizeLinear": 1, "MatMulIntegerToFloat": 1}
+    assert lowest(RUNNABLE) > 30
+    assert lowest(replace(RUNNABLE, placement="inputs+read outputs")) > 30
+    assert lowest(replace(RUNNABLE, inputs_only=True)) > 30
+    assert lowest(RUNNABLE, opset=19) < 5, "blocks came later"
+    assert lowest(GPU) < 5, "TensorRT has no blocks in int8"

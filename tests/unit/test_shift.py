@@ -178,3 +178,12 @@ def test_what_has_nothing_to_shift_is_passed_on(tmp_path: Path) -> None:
     after, effect = applied(path, normal(64, 3, seed=9))
     assert effect.notes == ("no channels have constant offsets that biases can take",)
     assert after.read_bytes() == path.read_bytes()
+
+
+def test_biases_of_experts_make_up_for_a_shift(tmp_path: Path) -> None:
+    weights = {"w": normal(3, WIDTH), "o": OFFSETS, "v": normal(2, WIDTH, 4, seed=1), "b": normal(4, seed=2)}
+    nodes = [node("MatMul", "x w", "s"), node("Add", "s o", "h"), node("MatMul", "h v", "m"), node("Add", "m b", "y")]
+    path, x = save_graph(tmp_path, nodes, weights, x=("n", 1, 7, 3)), normal(8, 1, 7, 3, seed=9)
+    after, done = shifted(path, x, "h", axis=-1)
+    assert (done.values, done.products) == (1, 1)
+    assert difference(path, after, x) < 1e-5

@@ -585,3 +585,14 @@ def test_dead_channels_stay_as_they_are(tmp_path: Path) -> None:
     assert (weight(after, "w1")[:2] == weights["w1"][:2]).all()
     assert weight(after, "scale")[1] == weights["scale"][1]
     assert difference(before, after, X) < 1e-6
+
+
+def test_what_all_experts_read_is_scaled_for_all(tmp_path: Path) -> None:
+    nodes = [node("LayerNormalization", "x scale shift", "v"), node("MatMul", "v w", "y")]
+    weights = {"scale": uneven(), "shift": normal(WIDTH), "w": normal(3, WIDTH, 8)}
+    before = saved(tmp_path, nodes, weights, shape=("n", 1, 5, WIDTH))
+    x = X.reshape(8, 1, 5, WIDTH)
+    after, done = written(before, measured(before, "v", x=x))
+    assert (done.products, done.inserted) == (1, 0)
+    assert done.ratio_after < done.ratio_before / 2
+    assert difference(before, after, x) < 1e-6

@@ -72,7 +72,7 @@ class _Grid:
 
     scale: Array
     zero: Array
-    """Like the scale: one number, or one for each entry of the axis."""
+    """Like the scale: one number, one for each entry of the axis, or one for each column along it, which is a block."""
     axis: int
     low: int
     high: int
@@ -91,6 +91,7 @@ class _Grid:
 
     def _align(self, rank: int) -> tuple[Array, Array]:
         shape = (-1, *(1,) * (rank - 1 - self.axis)) if self.scale.size > 1 else (1,) * rank
+        shape = self.scale.shape if self.scale.ndim > 1 else shape
         return self.scale.astype(np.float64).reshape(shape), self.zero.astype(np.int64).reshape(shape)
 
     @property
@@ -106,12 +107,20 @@ class _Grid:
         if self.scale.size == 1:
             scale, zero = float(self.scale.reshape(())), int(self.zero.reshape(()))
             return lambda values: (torch.fake_quantize_per_tensor_affine(_first(values), scale, zero, low, high),)
-        scales, zeros = (torch.from_numpy(np.array(each)) for each in (self.scale, self.zero.astype(np.int32)))
-        return lambda values: (
-            torch.fake_quantize_per_channel_affine(
-                value := _first(values), scales.to(value.device), zeros.to(value.device), self.axis, low, high
-            ),
+        scales, zeros = (
+            torch.from_numpy(np.array(each).reshape(-1)) for each in (self.scale, self.zero.astype(np.int32))
         )
+
+        def compute(values: Sequence[Tensor | None]) -> tuple[Tensor, ...]:
+            value, axis, columns = _first(values), self.axis, self.scale.ndim > 1
+            given = value.movedim(axis, -1) if columns else value
+            flat, axis = (given.flatten(0, -2), 0) if columns else (given, axis)
+            rounded = torch.fake_quantize_per_channel_affine(
+                flat, scales.to(value.device), zeros.to(value.device), axis, low, high
+            )
+            return (rounded.reshape(given.shape).movedim(-1, self.axis) if columns else rounded,)
+
+        return compute
 
 
 def _first(values: Sequence[Tensor | None]) -> Tensor:
@@ -421,12 +430,12 @@ def _read_grid(node: "ir.Node", levels: Array | None) -> _Grid:
     """
     scale, zero = edit.read(node.inputs[1]), edit.read(node.inputs[2]) if len(node.inputs) > 2 else None
     dtype = str(levels.dtype) if levels is not None else "uint8"
-    if scale is None or scale.dtype != np.float32 or dtype not in _GRIDS or scale.ndim > 1:
+    if scale is None or scale.dtype != np.float32 or dtype not in _GRIDS:
         raise _explain_pair(node, f"its numbers are {dtype}, or its scale is no constant of float32")
-    if node.attributes.get_int("block_size", 0):
-        raise _explain_pair(node, "its scales are those of blocks")
     axis, value = node.attributes.get_int("axis", 1), node.inputs[0]
     rank = len(value.shape) if value is not None and value.shape is not None else 0
+    if scale.ndim > 1 and scale.shape[axis] > 1:
+        raise _explain_pair(node, "its scales are those of blocks, several in a column")
     zeros = np.zeros(scale.shape, np.int32) if zero is None else np.broadcast_to(zero, scale.shape).astype(np.int32)
     return _Grid(scale, zeros, axis + rank if axis < 0 else axis, *_GRIDS[dtype], dtype)
 

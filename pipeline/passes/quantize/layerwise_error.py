@@ -16,7 +16,7 @@ from enginesmith.pipeline.passes.quantize import cast_pairs, layers
 from enginesmith.pipeline.passes.quantize.cast_pairs import find_adder
 from enginesmith.pipeline.passes.quantize.layers import CONVOLUTIONS, PRODUCTS, QuantizableOp
 from enginesmith.pipeline.passes.quantize.precisions import Cause
-from enginesmith.pipeline.passes.rescale.products import by_channel, inputs_first
+from enginesmith.pipeline.passes.rescale.products import by_channel
 from enginesmith.pipeline.tensors import Array
 
 SIGNAL, NOISE, SUM, COUNT = "signal", "noise", "sum", "count"
@@ -308,7 +308,7 @@ def explain_loss(node: "ir.Node", ranges: Ranges, shift: float) -> tuple[Cause, 
         count, largest, middle = outliers
         return "uneven weights", (
             f"weights of {count} input channels are up to {largest / middle:.0f} times as large as those of the middle "
-            "one, and an output channel has one scale"
+            "one, and have the same scale"
         )
     if shift >= _SHIFTED:
         words = f"{shift:.0%} of its error is the same for all samples: rounding shifts the means of channels"
@@ -354,6 +354,5 @@ def _input_channels(node: "ir.Node", weight: Array) -> Array:
     """Return the largest weight of each input channel."""
     if weight.ndim < 2:
         return np.zeros(0, np.float32)
-    groups = node.attributes.get_int("group", 1) if "group" in node.attributes else 1
-    sizes: Array = np.abs(by_channel(weight, inputs_first=inputs_first(node), groups=groups)).max(axis=(0, 2))
+    sizes: Array = np.abs(by_channel(node, weight)).max(axis=(0, 2))
     return sizes

@@ -8,6 +8,7 @@ Conv             its input                                  its input, and its o
 ConvTranspose    its input                                  as Conv for OpenVINO; ONNX Runtime has no int8 kernel
 MatMul, Gemm     their input                                their input; what they write stays floating, which is the
                                                             faster kernel, and the better one
+stacked matrices one scale for all                         a scale for each column of each, where blocks may have one
 bias             floating                                   floating for Conv, whose bias becomes int32 at load; int32
                                                             for Gemm in ONNX Runtime, which does not fuse it otherwise
 residual Add     the input that comes from no convolution,  both inputs and the sum, where what goes in is int8 already
@@ -54,6 +55,8 @@ _OWN_SCALE = frozenset(("Add", "Mul", "Concat", "AveragePool", "GlobalAveragePoo
 """They have int8 kernels that take a grid for each input and one for the output."""
 _MANY_INPUTS = frozenset(("Add", "Mul", "Concat"))
 _CLAMPS = frozenset(("Relu", "Clip"))
+_OPSET_OF_BLOCKS = 21
+"""The first opset whose DequantizeLinear has scales for blocks."""
 _ACTIVATIONS = _CLAMPS | {"Elu", "Gelu", "HardSwish", "LeakyRelu", "Mish", "PRelu", "Sigmoid", "Swish", "Tanh"}
 """OpenVINO computes them, and the product of a value with its Sigmoid, in the convolution that writes their input."""
 
@@ -78,12 +81,18 @@ class Rules:
     """One input of a sum is to be quantized so that the sum becomes part of a convolution."""
     integer_bias: frozenset[str] = frozenset()
     """Operators whose bias has to be int32."""
+    stacks: bool = False
+    """A MatMul with a stack of matrices may have a scale for each column of each, written as a block of inputs."""
 
 
 RULES: Mapping[Placement, Rules] = {
     "inputs": Rules(residual=True),
     "inputs+outputs": Rules(
-        frozenset(("Conv", "MatMul", "Gemm")), symmetric=False, outputs="all", integer_bias=frozenset(("Gemm",))
+        frozenset(("Conv", "MatMul", "Gemm")),
+        symmetric=False,
+        outputs="all",
+        integer_bias=frozenset(("Gemm",)),
+        stacks=True,
     ),
     "inputs+read outputs": Rules(
         frozenset(("Conv", "ConvTranspose", "MatMul", "Gemm")),
@@ -92,6 +101,7 @@ RULES: Mapping[Placement, Rules] = {
         activations=_ACTIVATIONS,
         factors=True,
         own_scale=frozenset(("Add", "Mul", "Concat", "AveragePool", "GlobalAveragePool", "ReduceMean")),
+        stacks=True,
     ),
 }
 
@@ -120,7 +130,7 @@ class Settings:
         if self.number == "fp8" and self.placement != "inputs":
             return Rules()  # the engine only simulates the number
         rules = RULES[self.placement]
-        return Rules(rules.products, rules.symmetric) if self.inputs_only else rules
+        return Rules(rules.products, rules.symmetric, stacks=rules.stacks) if self.inputs_only else rules
 
 
 def quantize(model: "ir.Model", ranges: Ranges, settings: Settings, correct: Correct | None = None) -> Quantized:
@@ -228,7 +238,13 @@ class _Weights:
         if rounding not in self._done:
             least = self._least.get(rounding, 0.0)
             narrow = quantizers.quantize_symmetrically(
-                numbers, rounding[1], settings.number, settings.rest, settings.weight_bits, least
+                numbers,
+                rounding[1],
+                settings.number,
+                settings.rest,
+                settings.weight_bits,
+                least,
+                stacked=self._has_scales_by_matrix(node, numbers.ndim),
             )
             self._done[rounding] = self._writer.store(str(rounding[0].name), narrow), narrow
         stored, narrow = self._done[rounding]
@@ -243,6 +259,11 @@ class _Weights:
             sums = self._writer.store(str(layers.get_input(node, BIAS).name), whole)
             node.replace_input_with(BIAS, self._writer.insert_dequantize(sums, node))
         node.replace_input_with(WEIGHT, self._writer.insert_dequantize(stored, node))
+
+    def _has_scales_by_matrix(self, node: "ir.Node", rank: int) -> bool:
+        """Tell whether each column of a stack of matrices has a scale of its own, for which blocks have to exist."""
+        opset = self._writer.graph.opset_imports.get("", 0)
+        return node.op_type == "MatMul" and rank > 2 and self._settings.rules.stacks and opset >= _OPSET_OF_BLOCKS
 
     def _find_rounding(self, node: "ir.Node") -> "_Rounding":
         """Return what a product's rounded weight depends on beside the settings: its numbers, and the scales' axis."""

@@ -10,7 +10,7 @@ import numpy as np
 from enginesmith.calibration.ranges import Method, Ranges, TensorRange
 from enginesmith.pipeline.frameworks.onnx import edit, ir
 from enginesmith.pipeline.passes.quantize import layers
-from enginesmith.pipeline.passes.rescale.products import by_channel, inputs_first
+from enginesmith.pipeline.passes.rescale.products import by_channel
 from enginesmith.pipeline.tensors import Array
 
 Number = Literal["int8", "fp8"]
@@ -147,23 +147,31 @@ def channel_axis(node: "ir.Node", shape: tuple[int, ...]) -> int | None:
 
 
 def quantize_symmetrically(
-    weight: Array, axis: int | None, number: Number, rest: Rest, bits: int = 8, least: Array | float = 0.0
+    weight: Array,
+    axis: int | None,
+    number: Number,
+    rest: Rest,
+    bits: int = 8,
+    least: Array | float = 0.0,
+    *,
+    stacked: bool = False,
 ) -> Narrow:
     """Return a weight as int8 or E4M3, symmetric around 0, with the scale that represents its largest number.
 
-    ``least`` is the smallest scale that may be chosen, for all channels or each.
+    ``least`` is the smallest scale that may be chosen, for all channels or each. Where matrices are ``stacked``,
+    [..., inputs, outputs], each column of each has a scale: it is a block of its own.
     """
     import ml_dtypes
 
     top = LARGEST[number] if number == "fp8" else _INTEGER_TOP[bits]
-    axes = tuple(index for index in range(weight.ndim) if index != axis)
-    largest = np.maximum(weight.max(axis=axes), -weight.min(axis=axes))
+    inputs = weight.ndim - 2
+    axes = (inputs,) if stacked else tuple(index for index in range(weight.ndim) if index != axis)
+    largest = np.maximum(weight.max(axis=axes, keepdims=stacked), -weight.min(axis=axes, keepdims=stacked))
     scale = round_scale(np.maximum(largest / top, least), rest)
-    levels = weight / _align(scale, axis, weight.ndim)
+    levels = weight / (scale if stacked else _align(scale, axis, weight.ndim))
     np.clip(levels, -top, top, out=levels)
-    if number == "fp8":
-        return Narrow(levels.astype(ml_dtypes.float8_e4m3fn), scale, axis)
-    return Narrow(np.rint(levels, out=levels).astype(np.int8), scale, axis)
+    levels = levels.astype(ml_dtypes.float8_e4m3fn) if number == "fp8" else np.rint(levels, out=levels).astype(np.int8)
+    return Narrow(levels, scale, inputs, weight.shape[inputs]) if stacked else Narrow(levels, scale, axis)
 
 
 def least_scale(bias: Array, activation_scale: float) -> Array:
@@ -276,11 +284,8 @@ def correct_bias(node: "ir.Node", weight: Array, dequantized: Array, mean: Array
     """
     if node.op_type in layers.MATRIX_PRODUCTS and weight.ndim != 2:
         return False
-    groups, first = node.attributes.get_int("group", 1), inputs_first(node)
-    exact, rounded = (
-        by_channel(each, inputs_first=first, groups=groups).sum(axis=2, dtype=np.float64)
-        for each in (weight, dequantized)
-    )
+    groups = node.attributes.get_int("group", 1)
+    exact, rounded = (by_channel(node, each).sum(axis=2, dtype=np.float64) for each in (weight, dequantized))
     lost: Array = exact - rounded
     means = np.asarray(mean, np.float64).reshape(groups, -1)
     shift: Array = (lost.reshape(groups, -1, lost.shape[1]) @ means[:, :, None]).reshape(-1)

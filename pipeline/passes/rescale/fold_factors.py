@@ -91,9 +91,10 @@ def _find_target(value: "ir.Value", factors: Array, every: "Mapping[ir.Node, Pro
         values.append(value)
         if node in every:
             product = every[node]
-            if not product.private or (factors.size > 1 and find_axis(factors) != product.axis % len(sizes)):
+            outputs = product.flatten_outputs(factors)
+            if not product.private or outputs is None:
                 return None
-            return _Target(product, np.broadcast_to(factors.reshape(-1), product.outputs), added, values)
+            return _Target(product, outputs, added, values)
         index, moved = _move_back(node, factors)
         if moved is None:
             return None

@@ -146,21 +146,18 @@ class _Labeling:
     def _visit_product(self, product: Product) -> None:
         output = product.node.outputs[0]
         written = self.get(output)
-        axis = product.axis % max(written.ndim, 1)
-        written = self.tie(written, (other for other in range(written.ndim) if other != axis)).reshape(-1)
-        if written.size in (1, product.outputs):
-            every = np.broadcast_to(written, product.outputs)
+        channels = {axis % max(written.ndim, 1) for axis in product.axes}
+        written = self.tie(written, (other for other in range(written.ndim) if other not in channels))
+        every = product.flatten_outputs(written)
+        if every is not None:
             self._found.writers.append((product, every))
             self._found.passed[product.node] = self._find_passed(every)
-        if written.size not in (1, product.outputs) or not product.private:
+        if every is None or not product.private:
             self._fix(written)
         read = np.arange(self._found.count, self._found.count + product.inputs)
         self._found.count += product.inputs
         self._found.readers.append((product, read))
-        shape = [1] * len(dims(product.data))
-        if shape:
-            shape[product.axis] = product.inputs
-        self._read(product.data, read.reshape(shape) if shape else read)
+        self._read(product.data, product.lay_out_inputs(read))
         uses = {self._describe_use(use.node, use.idx) for use in product.weight.uses()}
         if len(uses) > 1:
             self._fix(read)

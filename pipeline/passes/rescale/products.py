@@ -1,10 +1,17 @@
-"""Products of a graph whose weight can be scaled, channel by channel."""
+"""Products of a graph whose weight can be scaled, channel by channel.
 
+The weight of a MatMul may be a stack of matrices, as the experts of a mixture have it: [experts, inputs, outputs]. Each
+output of each matrix is a channel, and so is each input, where the activation has that axis too; where all matrices
+meet the same activation, they are one product with as many outputs more.
+"""
+
+import math
 from dataclasses import dataclass
 
 import numpy as np
 
 from enginesmith.pipeline.frameworks.onnx import edit, ir
+from enginesmith.pipeline.passes.rescale.axes import dims
 from enginesmith.pipeline.tensors import Array
 
 _BIAS = 2
@@ -19,9 +26,12 @@ class Product:
     data: "ir.Value"
     weight: "ir.Value"
     groups: int
+    """Parts that each have inputs and outputs of their own: groups of a convolution, or the matrices of a stack."""
     inputs: int
     """Channels of the activation that it reads."""
     outputs: int
+    stack: tuple[int, ...] = ()
+    """Axes of the weight before those of its matrices."""
 
     @property
     def is_matrix(self) -> bool:
@@ -29,8 +39,20 @@ class Product:
 
     @property
     def axis(self) -> int:
-        """Axis of the channels in activations."""
+        """Axis of the channels in activations, within one matrix of a stack."""
         return -1 if self.is_matrix else 1
+
+    @property
+    def axes(self) -> dict[int, int]:
+        """Axes of the channels of the output, with their sizes."""
+        rank = len(self.stack) + 2
+        stacked = {axis - rank: size for axis, size in enumerate(self.stack) if size > 1}
+        return {**stacked, self.axis: self.outputs // math.prod(self.stack)}
+
+    @property
+    def reads_stack(self) -> bool:
+        """True where the matrices of a stack have inputs of their own."""
+        return self.is_matrix and self.groups > 1
 
     @property
     def private(self) -> bool:
@@ -45,7 +67,7 @@ class Product:
     def weights(self) -> Array:
         """Arrange the weight as outputs × inputs of a group × places in the kernel; a view where that is possible."""
         assert self.weight.const_value is not None
-        return by_channel(self.weight.const_value.numpy(), inputs_first=inputs_first(self.node), groups=self.groups)
+        return by_channel(self.node, self.weight.const_value.numpy())
 
     def grouped(self) -> Array:
         """Arrange the weight as groups × outputs of a group × inputs of a group × places in the kernel."""
@@ -63,8 +85,36 @@ class Product:
             parts.append(self._lay_out(inputs.reshape(self.groups, 1, -1)))
         edit.rescale(self.weight, parts)
 
+    def flatten_outputs(self, numbers: Array) -> Array | None:
+        """Spread what broadcasts to the output over its channels; None where it differs along other axes, too."""
+        if numbers.size == 1:
+            return np.broadcast_to(numbers.reshape(()), self.outputs)
+        axes = {axis % numbers.ndim: size for axis, size in self.axes.items()}
+        if any(size not in (1, axes.get(axis, 1)) for axis, size in enumerate(numbers.shape)):
+            return None
+        along = numbers.reshape([numbers.shape[axis] for axis in axes])
+        return np.broadcast_to(along, [*axes.values()]).reshape(-1)
+
+    def lay_out_outputs(self, numbers: Array) -> Array:
+        """Give numbers by channel of the output the axes that they have there, from the first one of a stack on."""
+        return numbers.reshape(*self.stack, 1, -1) if math.prod(self.stack) > 1 else numbers
+
+    def lay_out_inputs(self, numbers: Array) -> Array:
+        """Give numbers by channel of the activation the axes that they have there."""
+        shape = [1] * len(dims(self.data))
+        if shape and self.reads_stack:
+            for axis, size in self.axes.items():
+                shape[axis] = size
+        if shape:
+            shape[self.axis] = -1
+        return numbers.reshape(shape or -1)
+
     def _lay_out(self, factors: Array) -> Array:
         """Return factors of groups × outputs of a group × inputs of a group, in the layout of the weight."""
+        if self.stack:
+            per_matrix = self.groups > 1 or factors.shape[1] > 1
+            matrices = factors.reshape(*(self.stack if per_matrix else ()), -1, factors.shape[2])
+            return matrices.swapaxes(-1, -2).astype(np.float32)
         if self.groups > 1:
             shape = (self.groups, self.outputs // self.groups, self.inputs // self.groups)
             factors = np.broadcast_to(factors, shape)
@@ -79,19 +129,21 @@ def find(model: "ir.Model") -> tuple[Product, ...]:
     return tuple(product for node in model.graph if (product := _product(node)) is not None)
 
 
-def by_channel(weight: Array, *, inputs_first: bool, groups: int = 1) -> Array:
-    """Arrange a weight of a product as outputs × inputs of a group × places in the kernel."""
+def by_channel(node: "ir.Node", weight: Array) -> Array:
+    """Arrange the weight of a product as outputs × inputs of a group × places in the kernel."""
+    if node.op_type in _MATRIX_PRODUCTS:
+        matrices = weight.swapaxes(-1, -2) if inputs_first(node) else weight
+        return matrices.reshape(-1, matrices.shape[-1], 1)
     flat = weight.reshape(*weight.shape[:2], -1)
-    if not inputs_first:
+    if not inputs_first(node):
         return flat
-    if groups == 1:
-        return flat.swapaxes(0, 1)
+    groups = node.attributes.get_int("group", 1)
     inputs, outputs = weight.shape[0] // groups, weight.shape[1]
     return flat.reshape(groups, inputs, outputs, -1).swapaxes(1, 2).reshape(groups * outputs, inputs, -1)
 
 
 def inputs_first(node: "ir.Node") -> bool:
-    """Tell whether the first axis of a product's weight is that of the inputs."""
+    """Tell whether a product's weight has the inputs before the outputs."""
     return node.op_type in ("ConvTranspose", "MatMul") or (
         node.op_type == "Gemm" and not node.attributes.get_int("transB", 0)
     )
@@ -104,12 +156,29 @@ def _product(node: "ir.Node") -> Product | None:
     if data is None or weight is None or not edit.is_weight(weight) or weight.shape is None:
         return None
     rank = len(weight.shape)
-    fits = rank == 2 if node.op_type in _MATRIX_PRODUCTS else rank >= 3
+    fits = rank >= (2 if node.op_type in _MATRIX_PRODUCTS else 3)
     turned = node.attributes.get_int("transA", 0)
     if turned or not fits or weight.const_value is None or not weight.const_value.size:
         return None
+    if rank > 2 and node.op_type in _MATRIX_PRODUCTS:
+        return _stacked_product(node, data, weight)
     groups = node.attributes.get_int("group", 1)
     first, second = weight.const_value.shape.numpy()[:2]
     inputs, outputs = (first, second * groups) if inputs_first(node) else (second * groups, first)
     product = Product(node, data, weight, groups, inputs, outputs)
     return product if product.bias is None or edit.is_factor(product.bias) else None
+
+
+def _stacked_product(node: "ir.Node", data: "ir.Value", weight: "ir.Value") -> Product | None:
+    """Describe a product with a stack of matrices; None where it is not known which of them meet which activation."""
+    assert weight.const_value is not None
+    *stack, inputs, outputs = map(int, weight.const_value.shape.numpy())
+    sizes = dims(data)
+    met = (*(1,) * (len(stack) + 2 - len(sizes)), *sizes)[-len(stack) - 2 : -2]
+    own = [ours == theirs for ours, theirs in zip(stack, met, strict=True) if ours > 1]
+    shared = all(theirs == 1 for ours, theirs in zip(stack, met, strict=True) if ours > 1)
+    if len(sizes) < 2 or not dims(node.outputs[0]) or not (shared or all(own)):
+        return None
+    count = math.prod(stack)
+    groups = 1 if shared else count
+    return Product(node, data, weight, groups, groups * inputs, count * outputs, tuple(stack))

@@ -82,7 +82,7 @@ def shift_channels(model: "ir.Model", known: Ranges) -> ShiftResult:
         for product in stream.readers:
             biased = _find_bias(product)
             assert biased is not None
-            biased.add(_multiply(product, middle))
+            biased.add(product.lay_out_outputs(_multiply(product, middle)))
         moved |= {value: moved.get(value, 0) + middle for value in stream.values}
         changed.update(stream.readers)
         if before > done.before:
