@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from statistics import median
 from typing import Any, ClassVar, Literal
 
 from pydantic import BaseModel, Field, SerializeAsAny
@@ -217,9 +218,10 @@ class Search(Task):
     def _is_late(self, trials: Sequence[Trial]) -> bool:
         """Tell whether one more trial takes longer than what is left of their share of the time.
 
-        What was found is quantized, built and verified after them, which takes about as long as a trial.
+        What was found is quantized, built and verified after them, which takes about as long as a trial. A single one
+        may have taken much longer, as only what reaches the goal is measured, and a busy machine delays that.
         """
-        return bool(trials) and 2 * max(trial.seconds for trial in trials) > self.left_seconds
+        return bool(trials) and 2 * median(trial.seconds for trial in trials) > self.left_seconds
 
     def _try(
         self, candidate: Candidate, groups: Sequence[GroupFact], inputs: Inputs, progress: Progress
@@ -228,7 +230,7 @@ class Search(Task):
         with tempfile.TemporaryDirectory(prefix="enginesmith-search-") as scratch:
             graph, out = self._quantize(candidate, groups, inputs, Path(scratch), progress), Path(scratch, "engine")
             out.mkdir()
-            speedup, fits = None, True
+            gain, fits = None, True
             try:
                 if not self.runs_here:
                     raise MissingCapability(f"{self.engine.name} cannot run on this machine")
@@ -240,7 +242,7 @@ class Search(Task):
                 if judged.passed and FLOAT in inputs:
                     sides = {"float": (self.engine, inputs[FLOAT]), "quantized": (self.engine, built)}
                     _, row = measure_beside(sides, self.device, inputs[REFERENCE], _SPEED_SECONDS, progress)
-                    speedup = row.speedup.median if row.speedup else None
+                    gain = row.speedup
             except (ModelError, MissingCapability) as error:
                 if not (self.runs_here and KINDS[self.step.precision].lowered):
                     _log.info("judged by simulation: %s", error)  # the engine's own steps say so of the variant
@@ -252,7 +254,8 @@ class Search(Task):
                     judged, reads = Judgement(passed=False, error=_FAR, reason=error.message, **none), ()
         trial = Trial(
             **{**vars(candidate), "kept": tuple(sorted(candidate.kept))},
-            speedup=speedup,
+            speedup=gain.median if gain else None,
+            speedup_range=(gain.low, gain.high) if gain else None,
             fits=fits,
             seconds=round(time.monotonic() - start, 3),
             **judged.model_dump(),

@@ -205,11 +205,33 @@ def test_what_fits_the_cause_of_most_that_lose_much_is_tried_first(cause: Cause,
     assert [(trial.signed, trial.corrected, trial.method) for trial in trials][1] == second
 
 
+@pytest.mark.parametrize(
+    ("intervals", "chosen"),
+    [
+        ({"": (2.10, 2.0, 2.3), "g0": (2.15, 2.1, 2.2)}, ""),
+        ({"": (2.10, 2.0, 2.2), "g0": (2.40, 2.3, 2.5)}, "g0"),
+        ({"": (2.10, 2.1, 2.1), "g0": (2.12, 2.12, 2.12)}, ""),
+        ({"": (2.0, 1.9, 2.1), "g0": (2.2, 2.0, 2.4), "g0 g1": (2.5, 2.3, 2.7)}, "g0"),
+        ({"": None, "g0": None}, ""),
+    ],
+    ids=["noise", "apart", "little", "between", "not measured"],
+)
+def test_fewer_groups_are_quantized_only_where_that_is_faster_beyond_noise(intervals: Any, chosen: str) -> None:
+    given: dict[str, Any] = {"phase": "everything", "method": "mse", "why": "", "passed": True, "error": 0}
+    trials = [
+        Trial(**given, kept=tuple(kept.split()), speedup=one and one[0], speedup_range=one and one[1:])
+        for kept, one in intervals.items()
+    ]
+    found = best(trials, groups(30, 20, 10))
+    assert found is not None
+    assert " ".join(found.kept) == chosen
+
+
 @pytest.mark.parametrize(("left", "late"), [(41.0, False), (39.0, True)])
 def test_no_trial_begins_that_its_share_of_the_time_is_too_short_for(left: float, late: bool) -> None:
-    """One more takes 20 s, and so does building; what the others took, perhaps in an earlier process, is no matter."""
+    """One more takes 20 s, and so does building; what one took that was delayed is no matter."""
     given: dict[str, Any] = {"phase": "everything", "method": "mse", "kept": (), "why": "", "passed": False, "error": 1}
-    trials = [Trial(**given, seconds=20.0) for _ in range(5)]
+    trials = [Trial(**given, seconds=seconds) for seconds in (20.0, 20.0, 200.0, 20.0, 20.0)]
     search = Search.model_construct()
     assert search.model_copy(update={"left_seconds": left})._is_late(trials) == late
     assert not search._is_late([])

@@ -33,7 +33,8 @@ from enginesmith.pipeline.passes.quantize.precisions import FORM_WORDS, WEAK_DB,
 Phase = Literal["everything", "sensitive", "give back", "speed"]
 
 _GAIN = 1.02
-"""Least speed-up of the whole model for which an assignment with fewer quantized groups is preferred."""
+"""Least speed-up of the whole model for which an assignment with fewer quantized groups is preferred, where it is
+also more than what the measurements vary by."""
 _MAIN_SHARE = 0.6
 """A kind with more of the work than this is what quantization is for."""
 _LEAST_SHARE = 0.001
@@ -102,6 +103,8 @@ class Trial(Judgement):
     impact_seconds: float = 0.0
     speedup: float | None = None
     """Against the float graph in the same engine; None where the engine cannot run here."""
+    speedup_range: tuple[float, float] | None = None
+    """Its 95 % interval."""
     fits: bool = True
     """False where its engine is larger than is allowed."""
     seconds: float = 0.0
@@ -274,7 +277,7 @@ def _least_float_share(trials: Sequence[Trial], groups: Sequence[GroupFact]) -> 
 
 
 def best(trials: Sequence[Trial], groups: Sequence[GroupFact]) -> Trial | None:
-    """Return the fastest trial that passed; of those that are equally fast, the one with the most work quantized.
+    """Return the one with the most work quantized of all trials that passed, but for those that are slower than another.
 
     Where engines are larger than is allowed, it is one of the others, if there are any.
     """
@@ -282,11 +285,15 @@ def best(trials: Sequence[Trial], groups: Sequence[GroupFact]) -> Trial | None:
     passed = [trial for trial in trials if trial.passed]
     passed = [trial for trial in passed if trial.fits] or passed
     passed.sort(key=lambda trial: (sum(work.get(name, 0) for name in trial.kept), trial.error))
-    fastest: Trial | None = None
-    for trial in passed:
-        if fastest is None or (trial.speedup or 0.0) > _GAIN * (fastest.speedup or 0.0):
-            fastest = trial
-    return fastest
+    fastest = max(passed, key=lambda trial: trial.speedup or 0.0, default=None)
+    return next((trial for trial in passed if fastest and not _is_faster(fastest, trial)), None)
+
+
+def _is_faster(trial: Trial, other: Trial) -> bool:
+    """Tell whether a trial is faster by more than the gain that counts, and the intervals of both are apart."""
+    mine, theirs = trial.speedup or 0.0, other.speedup or 0.0
+    low, high = (trial.speedup_range or (mine,))[0], (other.speedup_range or (theirs,))[-1]
+    return mine > _GAIN * theirs and low > high
 
 
 def count_quantized(trial: Trial, groups: Sequence[GroupFact]) -> int:
