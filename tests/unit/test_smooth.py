@@ -596,3 +596,16 @@ def test_what_all_experts_read_is_scaled_for_all(tmp_path: Path) -> None:
     assert (done.products, done.inserted) == (1, 0)
     assert done.ratio_after < done.ratio_before / 2
     assert difference(before, after, x) < 1e-6
+
+
+@pytest.mark.parametrize("insert", [False, True])
+def test_rows_of_each_expert_stay_with_what_else_reads_them(tmp_path: Path, insert: bool) -> None:
+    nodes = [node("LayerNormalization", "x scale shift", "v"), node("MatMul", "v w", "a")]
+    nodes += [node("MatMul", "v u", "b"), node("Add", "a b", "y")]
+    weights = {"scale": uneven(), "shift": normal(WIDTH), "w": normal(2, WIDTH, 8), "u": normal(WIDTH, 8, seed=2)}
+    before = saved(tmp_path, nodes, weights, shape=("n", 2, 5, WIDTH))
+    x = X.reshape(4, 2, 5, WIDTH)
+    after, done = written(before, measured(before, "v", x=x), insert=insert)
+    assert done.all_products == 1
+    assert done.values == insert
+    assert difference(before, after, x) < 1e-6

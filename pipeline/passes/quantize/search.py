@@ -277,7 +277,7 @@ def _least_float_share(trials: Sequence[Trial], groups: Sequence[GroupFact]) -> 
 
 
 def best(trials: Sequence[Trial], groups: Sequence[GroupFact]) -> Trial | None:
-    """Return the one with the most work quantized of all trials that passed, but for those that are slower than another.
+    """Return the trial with the most work quantized, of those that passed and are not slower than another.
 
     Where engines are larger than is allowed, it is one of the others, if there are any.
     """

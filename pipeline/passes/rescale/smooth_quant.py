@@ -268,7 +268,8 @@ class _Smoother:
         self._scaled = np.zeros(self._labels.count, bool)
         """Labels that were scaled already: what is known of their channels no longer holds."""
         for product in every:
-            if product.is_matrix or settings.mode == "smooth":
+            # of a stack with inputs of its own for each matrix, statistics of the channels are not known
+            if (product.is_matrix or settings.mode == "smooth") and not product.reads_stack:
                 self._read_by.setdefault((product.data, product.axis), []).append(product)
         self.done = Smoothed(all_products=sum(map(len, self._read_by.values())))
 
