@@ -27,6 +27,9 @@ pairs, one with hard-swish 1.1 times (2026.4, AVX2, batch 8). A pair behind an o
 ONNX Runtime needs, too, makes it round them once more: without these, and with one grid for all that a Concat reads,
 the first is 1.08 times as fast once more, and a U-Net 1.04 times.
 
+A stack of matrices stays one MatMul: with 8 of 256 × 128 and 1 to 512 rows, it takes 0.3 to 0.97 of the time of 8
+products in ONNX Runtime, and 0.8 to 1.2 of it in OpenVINO (1.31, 2026.4, AVX-512 VNNI).
+
 Of a number that is only simulated (E4M3 on a CPU), ONNX Runtime gets inputs of products and nothing else.
 """
 
