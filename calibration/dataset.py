@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
-from typing import TypeVar
+from typing import Literal, TypeVar, get_args
 
 import numpy as np
 
@@ -33,6 +33,11 @@ __all__ = ["DataOptions", "Dataset", "Split", "embedded", "open_dataset", "synth
 
 Labels = Array | Mapping[str, Array]
 """One array, or several by name; the first axis of each is the sample."""
+Drawing = Literal["like", "within", "repeat"]
+"""Ways to make rows of an example: ``like`` it; floats ``within`` its least and greatest, and whole numbers as rows of
+its own; or ``repeat`` its rows."""
+DRAWINGS: tuple[Drawing, ...] = get_args(Drawing)
+"""In the order in which they are tried: what comes later is closer to the example."""
 _T = TypeVar("_T")
 _OWN = "give data of your own"
 _SPLIT_SEED = 0
@@ -417,12 +422,24 @@ def validate_for_calibration(data: Dataset) -> Dataset:
     return replace(data, notes=(*data.notes, *check_variety(data.name, data.arrays)), source=data.whole)
 
 
-def synthetic(inputs: Sequence[TensorSpec], example: Feeds, sizes: Mapping[str, int], count: int, seed: int) -> Dataset:
+def synthetic(
+    inputs: Sequence[TensorSpec],
+    example: Feeds,
+    sizes: Mapping[str, int],
+    count: int,
+    seed: int,
+    drawing: Drawing = "like",
+    first: int | None = None,
+) -> Dataset:
     """Make ``count`` rows that look like the example: for models that come without data.
 
     Floats are normal with the example's mean and standard deviation; integers and bools are drawn from its values, as
     often as they occur, but for a value that is at the same places in all of its samples, such as the token that ends a
     text: it stays there. ``sizes`` gives the dynamic dimensions besides the batch.
+
+    For models that do not take such rows, floats are ``within`` the example's least and greatest instead, and all that
+    is no float is the example's own, row after row from the row ``first`` on, by default :func:`find_longest`: those of
+    one sample stay together. Or floats are its own likewise (``repeat``).
 
     Raises:
         DataError: an input has no batch axis, or its example is empty or not finite.
@@ -431,9 +448,19 @@ def synthetic(inputs: Sequence[TensorSpec], example: Feeds, sizes: Mapping[str, 
     rng = np.random.default_rng(seed)
     rowed, shared = split_inputs(inputs)
     rows = rows_first(example, rowed)
-    arrays = {spec.name: _draw_like(spec.as_row, rows[spec.name], sizes, count, rng) for spec in rowed}
+    own = np.arange(count) + (find_longest(inputs, example) if first is None else first)
+    arrays = {spec.name: _draw(spec.as_row, rows[spec.name], sizes, own, rng, drawing) for spec in rowed}
     name, whole = f"synthetic ({count} rows, seed {seed})", {spec.name: example[spec.name] for spec in shared}
     return Dataset(name, arrays, synthetic=True, axes=find_axes(inputs), shared=whole)
+
+
+def find_longest(inputs: Sequence[TensorSpec], example: Feeds) -> int:
+    """Find the example's row of the greatest length, where an input has one whole number for each row; else the first.
+
+    The sizes of other inputs may be right for no others alone.
+    """
+    values = (example[spec.name] for spec in split_inputs(inputs)[0] if "int" in spec.dtype)
+    return next((int(value.argmax()) for value in values if value.size == max(value.shape, default=0) > 0), 0)
 
 
 def find_axes(inputs: Sequence[TensorSpec]) -> dict[str, int]:
@@ -441,18 +468,28 @@ def find_axes(inputs: Sequence[TensorSpec]) -> dict[str, int]:
     return {spec.name: spec.batch_axis for spec in inputs}
 
 
-def _draw_like(
-    spec: TensorSpec, example: Array, sizes: Mapping[str, int], count: int, rng: np.random.Generator
+def _draw(
+    spec: TensorSpec,
+    example: Array,
+    sizes: Mapping[str, int],
+    own: Array,
+    rng: np.random.Generator,
+    drawing: Drawing,
 ) -> Array:
+    """Draw as many rows as ``own`` has numbers: those of the example's rows that are taken where none are made."""
     empty = 0 in spec.shape
     if not spec.shape or not (empty or example.size):
         raise DataError(
             f"no random rows can be made for the input {spec}: it has no batch axis or an empty example", _OWN
         )
-    shape = (count, *spec.model_copy(update={"shape": spec.shape[1:]}).resolve(sizes))
+    shape = (len(own), *spec.model_copy(update={"shape": spec.shape[1:]}).resolve(sizes))
     if empty:
         return np.zeros(shape, example.dtype)
-    if spec.dtype == "bool" or "int" in spec.dtype:
+    whole = spec.dtype == "bool" or "int" in spec.dtype
+    if drawing == "repeat" or (whole and drawing == "within"):
+        rows: Array = example[np.ix_(own % len(example), *_repeat_places(example, shape))]
+        return rows
+    if whole:
         return _draw_whole(example, shape, rng)
     values = example.astype(np.float64)
     if not np.isfinite(values).all():
@@ -460,6 +497,9 @@ def _draw_like(
             f"the example input {spec} has NaN or infinity, and random samples are made from it",
             "return an example with finite numbers from the factory, or give data: --eval DATA",
         )
+    if drawing == "within":
+        rows = rng.uniform(values.min(), values.max(), shape).astype(example.dtype)
+        return rows.clip(example.min(), example.max())
     rows = rng.standard_normal(shape, np.float32)
     rows *= np.float32(values.std())
     rows += np.float32(values.mean())
@@ -476,9 +516,14 @@ def _draw_whole(example: Array, shape: tuple[int, ...], rng: np.random.Generator
         return rng.choice(example.ravel(), shape)
     placed = alike & ~np.isin(example[0], example[:, ~alike])
     rows = rng.choice(example[:, ~placed].ravel(), shape)
-    grid = np.ix_(*(np.arange(size) % own for size, own in zip(shape[1:], example.shape[1:], strict=True)))
+    grid = np.ix_(*_repeat_places(example, shape))
     rows[:, placed[grid]] = example[0][grid][placed[grid]]
     return rows
+
+
+def _repeat_places(example: Array, shape: tuple[int, ...]) -> list[Array]:
+    """Number the places of the example along each dimension but the first: again from 0 where the shape is longer."""
+    return [np.arange(size) % own for size, own in zip(shape[1:], example.shape[1:], strict=True)]
 
 
 def _draw_stratified(classes: Array, count: int, rng: np.random.Generator) -> Array:

@@ -6,7 +6,7 @@ from zlib import crc32
 
 import numpy as np
 
-from enginesmith.calibration.dataset import Dataset, find_axes, synthetic
+from enginesmith.calibration.dataset import Dataset, Drawing, find_axes, find_longest, synthetic
 from enginesmith.calibration.lazy_arrays import LazyRows
 from enginesmith.pipeline.tensors import Array, Feeds, TensorSpec, split_inputs
 
@@ -14,8 +14,18 @@ from enginesmith.pipeline.tensors import Array, Feeds, TensorSpec, split_inputs
 class SyntheticRows(LazyRows):
     """Rows of one input as :func:`synthetic` draws them, each with a seed of its own."""
 
-    def __init__(self, spec: TensorSpec, example: Array, sizes: Mapping[str, int], count: int, seed: int) -> None:
+    def __init__(
+        self,
+        spec: TensorSpec,
+        example: Array,
+        sizes: Mapping[str, int],
+        count: int,
+        seed: int,
+        drawing: Drawing = "like",
+        start: int = 0,
+    ) -> None:
         self._spec, self._example, self._sizes, self._seed = spec, example, dict(sizes), seed
+        self._drawing, self._start = drawing, start
         first = self._row(0)
         super().__init__((count, *first.shape[1:]), first.dtype)
 
@@ -28,19 +38,29 @@ class SyntheticRows(LazyRows):
     def _row(self, row: int) -> Array:
         name = self._spec.name
         state = np.random.SeedSequence([self._seed, row, crc32(name.encode())]).generate_state(1)
-        return np.asarray(synthetic([self._spec], {name: self._example}, self._sizes, 1, int(state[0])).arrays[name])
+        drawn = synthetic(
+            [self._spec], {name: self._example}, self._sizes, 1, int(state[0]), self._drawing, self._start + row
+        )
+        return np.asarray(drawn.arrays[name])
 
     def origin(self, rows: Array | slice) -> Iterator[bytes]:
         yield f"{self._spec}\0{sorted(self._sizes.items())}\0{self._seed}\0{self._example.shape}\0".encode()
+        yield b"" if self._drawing == "like" else f"{self._drawing} {self._start}\0".encode()
         yield self._example.tobytes()
         yield np.arange(len(self))[rows].tobytes()
 
 
 def lazy_synthetic(
-    inputs: Sequence[TensorSpec], example: Feeds, sizes: Mapping[str, int], count: int, seed: int
+    inputs: Sequence[TensorSpec],
+    example: Feeds,
+    sizes: Mapping[str, int],
+    count: int,
+    seed: int,
+    drawing: Drawing = "like",
 ) -> Dataset:
     """Make as many rows as are asked for; arguments and errors as for :func:`synthetic`."""
     rowed, shared = split_inputs(inputs)
-    arrays = {spec.name: SyntheticRows(spec, example[spec.name], sizes, count, seed) for spec in rowed}
+    start = find_longest(inputs, example)
+    arrays = {spec.name: SyntheticRows(spec, example[spec.name], sizes, count, seed, drawing, start) for spec in rowed}
     whole = {spec.name: example[spec.name] for spec in shared}
     return Dataset("synthetic", arrays, synthetic=True, axes=find_axes(inputs), shared=whole)

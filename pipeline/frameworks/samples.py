@@ -6,7 +6,7 @@ them, ``unstable-N.npz`` tells where rounding decides what the answers are.
 """
 
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Literal, NamedTuple
@@ -14,7 +14,7 @@ from typing import Any, Literal, NamedTuple
 import numpy as np
 from pydantic import BaseModel
 
-from enginesmith.calibration.dataset import Dataset, synthetic
+from enginesmith.calibration.dataset import Dataset, Drawing, synthetic
 from enginesmith.pipeline.errors import DataError, SignatureError, UsageError
 from enginesmith.pipeline.tensors import (
     BATCH,
@@ -41,6 +41,10 @@ JUDGED_SAMPLES = 8
 """Samples of given data that fidelity is judged on in each case, at least; on all where there are fewer."""
 
 
+FeedMaker = Callable[..., dict[str, Array]]
+"""Call :func:`feeds_for` with a case and, by name, the number of a call."""
+
+
 class Case(BaseModel, frozen=True):
     """One set of sizes and what it is for: a point of the shape range, a measured batch, or both."""
 
@@ -60,6 +64,8 @@ class Samples(BaseModel, frozen=True):
     """Origin of the feeds: the name of a data set, or ``SYNTHETIC``."""
     ranges: dict[str, ShapeRange]
     cases: tuple[Case, ...]
+    drawing: Drawing = "like"
+    """Way to make rows of the example that the model takes, where there is no data."""
     parts: dict[str, int] = {}
     """Samples of each part, where one data set was split into parts."""
     spans: dict[str, float] = {}
@@ -256,7 +262,13 @@ def read_calls(folder: Path) -> Iterator[Answered]:
 
 
 def feeds_for(
-    case: Case, signature: Signature, example: Feeds, data: Dataset | None, seed: int, call: int = 0
+    case: Case,
+    signature: Signature,
+    example: Feeds,
+    data: Dataset | None,
+    seed: int,
+    call: int = 0,
+    drawing: Drawing = "like",
 ) -> dict[str, Array]:
     """Make feeds of exactly these sizes: of the data the rows of this call, else values like the example's."""
     if data is not None:
@@ -274,7 +286,7 @@ def feeds_for(
         return resize(given, signature, case.sizes)
     if batch_symbol(signature) is None:
         return resize(example, signature, case.sizes)
-    drawn = synthetic(signature.inputs, example, case.sizes, case.batch, seed)
+    drawn = synthetic(signature.inputs, example, case.sizes, case.batch, seed, drawing)
     return resize(drawn.batch(0, case.batch), signature, case.sizes)
 
 
@@ -309,8 +321,18 @@ def write(out: Path, samples: Samples) -> None:
     """Write ``samples.json``; the arrays are written case by case with :func:`write_arrays`."""
     unset = {
         name
-        for name in ("parts", "spans", "interacting", "unsteady", "rounding", "rounding_db", "unverified", "assumed")
-        if not getattr(samples, name)
+        for name in (
+            "drawing",
+            "parts",
+            "spans",
+            "interacting",
+            "unsteady",
+            "rounding",
+            "rounding_db",
+            "unverified",
+            "assumed",
+        )
+        if not getattr(samples, name) or (name == "drawing" and samples.drawing == "like")
     }
     (out / RECORD).write_text(samples.model_dump_json(indent=1, exclude=unset), encoding="utf-8")
 

@@ -128,12 +128,12 @@ class Feeder(BaseModel, frozen=True, extra="forbid"):
         """Sample rows, without the last ones that fill no whole batch, whose size is returned, too.
 
         A batch of more than there are repeats rows. Samples that change each other's answers, as the reference tells,
-        are fed in its largest batch that there are enough for.
+        or that the model took only as rows of the example, are fed in its largest batch that there are enough for.
         """
         batch = 1 if samples.batch_symbol(signature) else samples.fixed_batch(signature)
         known = samples.read(reference.folder) if reference and reference.kind == "reference" else None
         drawn = given.sample(self.samples, self.seed)
-        if known and known.interacting:
+        if known and (known.interacting or (given.synthetic and known.drawing != "like")):
             batch = max((case.batch for case in known.cases if case.batch <= len(drawn)), default=batch)
         whole = len(drawn) - len(drawn) % batch
         if 0 < whole < len(drawn):
@@ -149,7 +149,8 @@ class Feeder(BaseModel, frozen=True, extra="forbid"):
         index = max(fitting, key=lambda position: fitting[position].batch)
         stored = samples.read_arrays(reference.folder, "feeds", index)
         if known.data == samples.SYNTHETIC and symbol is not None:
-            return lazy_synthetic(signature.inputs, stored, fitting[index].sizes, self.samples, self.seed)
+            sizes = fitting[index].sizes
+            return lazy_synthetic(signature.inputs, stored, sizes, self.samples, self.seed, known.drawing)
         feeds = rows_first({spec.name: stored[spec.name] for spec in signature.inputs}, signature.inputs)
         made_up, shared = known.data == samples.SYNTHETIC, {spec.name for spec in split_inputs(signature.inputs)[1]}
         return Dataset(

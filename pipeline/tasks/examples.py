@@ -2,18 +2,29 @@
 
 import contextlib
 import itertools
-from collections.abc import Mapping, Sequence
+import re
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from typing import NamedTuple, TypeVar
 
 import numpy as np
 
-from enginesmith.calibration.dataset import Dataset
+from enginesmith.calibration.dataset import Dataset, Drawing
 from enginesmith.pipeline.artifact import Artifact
 from enginesmith.pipeline.engines.base import Engine, Session
 from enginesmith.pipeline.errors import EnginesmithError, ModelError
 from enginesmith.pipeline.frameworks import samples
 from enginesmith.pipeline.system.device import Device
-from enginesmith.pipeline.tensors import Array, ShapeRange, Signature, TensorSpec, list_words, read_sizes
+from enginesmith.pipeline.tensors import (
+    Array,
+    Feeds,
+    ShapeRange,
+    Signature,
+    TensorSpec,
+    format_sizes,
+    list_words,
+    read_sizes,
+)
 
 _PICTURE_RANK = 4
 _EXAMPLE_SIZE = 8
@@ -22,6 +33,13 @@ _PICTURE_SIZES = (128, 64, 32, _EXAMPLE_SIZE)
 """Along heights and widths, the first one that the model takes, as does its half: they are multiples of the strides of
 networks for pictures; some, for lines of text, take no large heights."""
 _CHANNELS = (1, 3)
+_DRAWN: Mapping[Drawing, str] = {
+    "within": "floats are drawn within the example's least and greatest, and all others are its own rows, repeated",
+    "repeat": "they are the example's rows, repeated",
+}
+"""Descriptions of samples that are no usual ones."""
+_BEYOND = re.compile(r"index (\d+) is out of bounds for dimension \d+ with size (\d+)")
+_T = TypeVar("_T")
 _LOOKED_THROUGH, _MOST_LOOKED_THROUGH = 64, 256
 """Samples among which those are looked for whose answers tell most: answers of any length, and of few kinds."""
 
@@ -182,6 +200,66 @@ def advise(model: Artifact, known: Mapping[str, ShapeRange], assumed: Sequence[s
         "; they are drawn at random from the example's: give samples with --eval DATA, or, where inputs are not "
         f"made of samples, call their dimensions otherwise than {symbol!r}: the example is then cut to other sizes"
     )
+
+
+class Baseline(NamedTuple):
+    """Hold the model that answers first, with what helps where it refuses feeds."""
+
+    session: Session
+    example: Feeds
+    advice: str
+
+    def run(self, case: samples.Case, feeds: Feeds) -> dict[str, Array]:
+        """Run it; ModelError says at which sizes it fails, and which batches or sizes may work, after the advice."""
+        try:
+            return self.session.run(feeds)
+        except ModelError as error:
+            other = "no single sample, measure other batches: --batch 2,8"
+            if case.batch > 1:
+                other = "single samples alone, as where an input is for one, measure those: --batch 1"
+            symbol = samples.batch_symbol(self.session.signature)
+            batches = f"; if the model takes {other}" if symbol else ""
+            indices = _advise_indices(error.message, self.session.signature.inputs, self.example, case.sizes)
+            message = f"{error.message}, at {format_sizes(case.sizes)}"
+            raise ModelError(message, indices or f"{error.remedy}{self.advice}{batches}") from error
+
+
+def _advise_indices(message: str, specs: Sequence[TensorSpec], example: Feeds, sizes: Mapping[str, int]) -> str:
+    """Advise which sizes are large enough where whole numbers of the example are places along a dimension that was cut.
+
+    Empty where the message says nothing of it.
+    """
+    beyond = _BEYOND.search(message)
+    if not beyond:
+        return ""
+    usual = read_sizes(specs, example)
+    words = [word for word in usual if sizes.get(word) == int(beyond[2]) <= int(beyond[1]) < usual[word]]
+    for word, spec in itertools.product(words, specs):
+        value = example[spec.name]
+        if word not in spec.symbols and "int" in spec.dtype and value.size and sizes[word] <= value.max() < usual[word]:
+            return (
+                f"{spec.name!r} has whole numbers up to {value.max()}, which seem to be places along {word!r}: give "
+                f"only sizes that have them, --shape {word}={value.max() + 1}:{usual[word]}:MAX"
+            )
+    return ""
+
+
+def try_drawings(answer: Callable[[Drawing], _T], drawings: Sequence[Drawing]) -> tuple[Drawing, _T, list[str]]:
+    """Answer samples that are drawn in the first of these ways that the model takes; return a note for other ones.
+
+    Raises:
+        ModelError: it takes none of them; the error is that of the first.
+    """
+    refusals = list[ModelError]()
+    for drawing in drawings:
+        try:
+            answers = answer(drawing)
+        except ModelError as error:
+            refusals.append(error)
+        else:
+            made = f"the model refuses random samples ({refusals[0].message}): " if refusals else ""
+            return drawing, answers, [f"{made}{_DRAWN[drawing]}; --eval DATA gives real ones"] if made else []
+    raise refusals[0]
 
 
 def find_choosing(session: Session, cases: Sequence[samples.Case], folder: Path) -> tuple[str, ...] | None:

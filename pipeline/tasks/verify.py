@@ -4,13 +4,14 @@ import contextlib
 import tempfile
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
+from functools import partial
 from pathlib import Path
-from typing import ClassVar, TypeVar
+from typing import ClassVar, NamedTuple, TypeVar
 
 import numpy as np
 from pydantic import SerializeAsAny
 
-from enginesmith.calibration.dataset import Dataset, check_parts, count_parts
+from enginesmith.calibration.dataset import DRAWINGS, Dataset, Drawing, check_parts, count_parts
 from enginesmith.calibration.options import DataOptions, PartOptions
 from enginesmith.calibration.user_code import is_reference
 from enginesmith.pipeline.artifact import Effect, Kind
@@ -36,6 +37,7 @@ from enginesmith.pipeline.system.device import Device
 from enginesmith.pipeline.tasks.base import RECORDS, Inputs, Task, write_records
 from enginesmith.pipeline.tasks.calibrate import Feeder, open_data, read_class_names
 from enginesmith.pipeline.tasks.examples import (
+    Baseline,
     advise,
     describe_assumed,
     describe_constants,
@@ -43,6 +45,7 @@ from enginesmith.pipeline.tasks.examples import (
     find_example,
     list_assumed,
     put_telling_first,
+    try_drawings,
     vary_lengths,
 )
 from enginesmith.pipeline.tasks.quality import EngineCheck, describe_numbering, try_metric
@@ -71,6 +74,16 @@ _LEAST_ADVISED_DB = 40.0
 """Lowest SQNR of a float32 graph that an option to allow it is named for: float16's."""
 _MADE_UP = "; the error is tiny, and the samples are made up: --data or --eval judges on real ones"
 _NOT_JUDGED = "changed on purpose; its quality says whether that is good enough"
+
+
+class _Answers(NamedTuple):
+    unstable: UnstableNumbers
+    odd: Mapping[str, float]
+    """Shares of NaN and Inf by output."""
+    lost: Sequence[str]
+    """Measured sizes at which there is nothing else."""
+    spans: Mapping[str, float]
+    """Ranges of the other numbers, by output."""
 
 
 class Sample(Task):
@@ -126,11 +139,17 @@ class Sample(Task):
                 data = put_telling_first(session, data, max(batches))
             if not data:
                 given = vary_lengths(session, cases, given, ranges, self.seed)
-            unstable = UnstableNumbers(session.perturb)
-            odd, lost, spans = self._answer(session, unstable, cases, given, data, advice, out, progress)
+            make = partial(samples.feeds_for, signature=session.signature, example=given, data=data, seed=self.seed)
+            baseline = Baseline(session, given, advice)
+
+            def answer(drawing: Drawing) -> _Answers:
+                return self._answer(baseline, cases, partial(make, drawing=drawing), out, progress)
+
+            alone = data is None and not is_file and samples.batch_symbol(signature) is not None
+            drawing, (unstable, odd, lost, spans), redrawn = try_drawings(answer, DRAWINGS if alone else DRAWINGS[:1])
             tried += [] if data else describe_constants(signature, cases, out)
             choosing = find_choosing(session, cases, out)
-            interacting = self._describe_interaction(session, cases, given, data, out)
+            interacting = self._describe_interaction(session, cases, partial(make, drawing=drawing), out)
         name = data.name if data else samples.SYNTHETIC
         parts, notes = dict[str, int](), data.notes if data else ()
         if self.data and data and isinstance(self.data_options, PartOptions):
@@ -140,7 +159,7 @@ class Sample(Task):
         facts = {"parts": parts, "spans": spans, "interacting": bool(interacting), "unsteady": unsteady}
         facts["unverified"] = unstable.find_unverified(in_sets)
         facts |= {"choosing": choosing, "rounding": unstable.movements, "rounding_db": unstable.sqnr_db}
-        facts |= {"class_names": class_names, "assumed": assumed}
+        facts |= {"class_names": class_names, "assumed": assumed, "drawing": drawing}
         samples.write(out, samples.Samples(data=name, ranges=ranges, cases=cases, **facts))
         if empty := [key for key, share in odd.items() if share == 1.0]:
             raise SourceError(
@@ -159,6 +178,7 @@ class Sample(Task):
         notes = (
             *notes,
             *describe_assumed(ranges, assumed),
+            *redrawn,
             *tried,
             *strange,
             *unstable.describe(in_sets),
@@ -188,42 +208,38 @@ class Sample(Task):
 
     def _answer(
         self,
-        session: Session,
-        unstable: UnstableNumbers,
+        baseline: Baseline,
         cases: Sequence[samples.Case],
-        given: Feeds,
-        data: Dataset | None,
-        advice: str,
+        make: samples.FeedMaker,
         out: Path,
         progress: Progress,
-    ) -> tuple[dict[str, float], list[str], dict[str, float]]:
-        """Write the feeds of all cases, the answers, and which of their numbers rounding decides.
-
-        Returns shares of NaN and Inf by output; the measured sizes at which there is nothing else; and the ranges of
-        the others.
-        """
+    ) -> _Answers:
+        """Write the feeds of all cases, the answers, and which of their numbers rounding decides."""
+        unstable = UnstableNumbers(baseline.session.perturb)
         odd, sizes, lost = Counter[str](), Counter[str](), list[str]()
         ends: list[dict[str, tuple[float, float]]] = []
         for index, case in enumerate(cases):
-            feeds = samples.feeds_for(case, session.signature, given, data, self.seed)
+            feeds = make(case)
             samples.write_arrays(out, "feeds", index, feeds)
             before = odd.total(), sizes.total()
             for call in range(case.calls):
                 progress(f"running {self.engine.name} at {format_sizes(case.sizes)}")
                 if call:
-                    feeds = samples.feeds_for(case, session.signature, given, data, self.seed, call)
+                    feeds = make(case, call=call)
                     samples.write_arrays(out, "feeds", index, feeds, call)
-                outputs = _run_case(session, case, feeds, advice)
+                outputs = baseline.run(case, feeds)
                 sizes.update({key: value.size for key, value in outputs.items()})
                 ends.append(samples.find_ends(outputs))
                 odd.update({key: count for key, value in outputs.items() if (count := _count_not_finite(value))})
                 _write_answer(out, index, call, outputs, unstable.find(feeds, outputs))
             if case.measured and 0 < odd.total() - before[0] == sizes.total() - before[1]:
                 lost.append(format_sizes(case.sizes))
-        return {key: count / sizes[key] for key, count in odd.items()}, lost, samples.join_ends(ends)
+        return _Answers(
+            unstable, {key: count / sizes[key] for key, count in odd.items()}, lost, samples.join_ends(ends)
+        )
 
     def _describe_interaction(
-        self, session: Session, cases: Sequence[samples.Case], given: Feeds, data: Dataset | None, folder: Path
+        self, session: Session, cases: Sequence[samples.Case], make: samples.FeedMaker, folder: Path
     ) -> list[str]:
         """Describe how the answer to a sample depends on its batch: the last one of the largest batch is run alone.
 
@@ -248,7 +264,7 @@ class Sample(Task):
                 feeds, together = (samples.read_arrays(folder, kind, index) for kind in ("feeds", "outputs"))
             else:
                 case = case.model_copy(update={"sizes": {**case.sizes, symbol: 2}, "batch": 2})
-                feeds = samples.feeds_for(case, signature, given, data, self.seed)
+                feeds = make(case)
                 together = session.run(feeds)
             alone = session.run(samples.take_last(feeds, signature.inputs, symbol))
         except ModelError:
@@ -296,19 +312,6 @@ def _check_ends(signature: Signature) -> None:
             f"there is nothing to compute with the sizes of 0 in {empty}",
             "give a module an example for which it answers something; write other sizes or dynamic ones into a file",
         )
-
-
-def _run_case(session: Session, case: samples.Case, feeds: Feeds, advice: str) -> dict[str, Array]:
-    """Run the baseline; ModelError says at which sizes it fails, and which batches may work, after ``advice``."""
-    try:
-        return session.run(feeds)
-    except ModelError as error:
-        other = "no single sample, measure other batches: --batch 2,8"
-        if case.batch > 1:
-            other = "single samples alone, as where an input is for one, measure those: --batch 1"
-        batches = f"; if the model takes {other}" if samples.batch_symbol(session.signature) else ""
-        message = f"{error.message}, at {format_sizes(case.sizes)}"
-        raise ModelError(message, f"{error.remedy}{advice}{batches}") from error
 
 
 def _check_missing(session: Session, data: Dataset, batch: int) -> None:

@@ -187,6 +187,19 @@ def test_samples_that_change_each_others_answers_run_in_the_largest_batch(tmp_pa
     assert (len(taken), len(left), set(taken) & set(left)) == (18, 20, set())
 
 
+def test_made_up_samples_are_drawn_as_the_reference_took_them_and_as_many(tmp_path: Path) -> None:
+    """A row of the example alone may be too short for the sizes of others."""
+    beside = reference(tmp_path)
+    samples.write(beside.folder, samples.read(beside.folder).model_copy(update={"drawing": "repeat"}))
+    known = samples.read(beside.folder)
+    index = max(range(len(known.cases)), key=lambda position: known.cases[position].batch)
+    stored = samples.read_arrays(beside.folder, "feeds", index)["image"]
+    feeding, _ = Feeder(data=None, samples=13, seed=0).open(network(tmp_path), beside)
+    assert [feeds["image"].tolist() for feeds in feeding] == [stored.tolist()] * 2
+    feeding, _ = Feeder(data="digits", samples=2, seed=0).open(network(tmp_path), beside)
+    assert [len(feeds["image"]) for feeds in feeding] == [1, 1]
+
+
 def test_a_fixed_batch_gives_the_same_ranges(tmp_path: Path) -> None:
     beside = reference(tmp_path)
     single, _ = calibrated(tmp_path, network(tmp_path), beside, count=6)

@@ -49,6 +49,25 @@ class TestSynthetic:
             alone = make(specs, {"ids": np.moveaxis(ids[:1], 0, batch)}, {"sequence": 7}, 200, seed=0).arrays["ids"][:]
             assert (alone == 9).any(0).all()
 
+    @pytest.mark.parametrize("batch", [0, 1])
+    def test_what_is_drawn_within_the_example_never_leaves_it(self, batch):
+        """Its whole numbers stay together, and the first sample is the longest, whose length another size may be."""
+        dims = "batch,time" if batch == 0 else "time,batch"
+        specs = tuple(map(TensorSpec.parse, (f"x:float32:{dims}", f"keep:bool:{dims}", "lengths:int64:batch")))
+        keep = np.array([[True, True, False], [True, True, True]])
+        x = np.random.default_rng(0).random((2, 3), np.float32)
+        example = {"x": np.moveaxis(x, 0, batch), "keep": np.moveaxis(keep, 0, batch), "lengths": np.array([2, 3])}
+        for make in (synthetic, lazy_synthetic):
+            data = make(specs, example, {"time": 5}, 200, seed=0, drawing="within")
+            made = {name: data.arrays[name][:] for name in example}
+            assert (made["x"].shape, made["x"].dtype) == ((200, 5), np.float32)
+            assert x.min() <= made["x"].min() < made["x"].max() <= x.max()
+            assert made["lengths"].tolist() == [3, 2] * 100
+            assert made["keep"].sum(1).tolist() == [5, 4] * 100
+            repeated = make(specs, example, {"time": 3}, 3, seed=0, drawing="repeat")
+            assert np.array_equal(repeated.arrays["x"][:], x[[1, 0, 1]])
+            assert np.array_equal(repeated.arrays["keep"][:], keep[[1, 0, 1]])
+
     def test_is_seeded(self):
         example = {"image": np.random.default_rng(0).normal(size=(2, 2, 3)).astype(np.float32)}
         first, same, other = (synthetic(IMAGE, example, {}, 4, seed).digest for seed in (1, 1, 2))

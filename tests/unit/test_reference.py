@@ -14,10 +14,13 @@ from enginesmith.calibration.dataset import Dataset
 from enginesmith.calibration.options import PARTS, DataOptions, PartOptions
 from enginesmith.pipeline.artifact import Artifact
 from enginesmith.pipeline.engines.onnxruntime.engine import OnnxRuntime
+from enginesmith.pipeline.engines.torch.eager import Eager
 from enginesmith.pipeline.errors import DataError, ModelError, SignatureError, SourceError
 from enginesmith.pipeline.frameworks import samples
 from enginesmith.pipeline.frameworks.onnx import model_file
 from enginesmith.pipeline.frameworks.samples import Case, Samples, check_feeds
+from enginesmith.pipeline.frameworks.source import resolve
+from enginesmith.pipeline.frameworks.torch import module, saved
 from enginesmith.pipeline.system.device import Device
 from enginesmith.pipeline.tasks import examples, verify
 from enginesmith.pipeline.tasks.base import RECORDS, write_records
@@ -164,10 +167,67 @@ def test_a_model_that_refuses_made_up_samples_or_assumed_sizes_is_told_what_to_g
     known = {"known": ShapeRange.parse("9")}
     told = examples.advise(model, known, examples.list_assumed(model, known), data)
     with pytest.raises(ModelError, match="has to be 0, at batch 8") as error:
-        verify._run_case(Refusing(), Case(sizes={"batch": 8}, batch=8), {}, told)  # type: ignore[arg-type]
+        examples.Baseline(Refusing(), {}, told).run(Case(sizes={"batch": 8}, batch=8), {})  # type: ignore[arg-type]
     words = ["drawn at random", "otherwise than 'batch'", *(word for word in advice if "--shape" in word)]
     assert [word for word in words if word in error.value.remedy] == advice
     assert ("--shape" in error.value.remedy) == ("--shape" in "".join(advice))
+
+
+@pytest.mark.parametrize(
+    ("condition", "drawing", "note"),
+    [
+        ("x.min() >= 0 and x.max() <= 1", "within", "random samples .*AssertionError: no .*its own rows, repeated;"),
+        ("lengths.max() == 4", "within", "within the example's least and greatest"),
+        ("x.sum(1).sub(1).abs().max() < 1e-5", "repeat", "they are the example's rows, repeated; --eval DATA gives"),
+        ("x.shape[0] in (2, 3)", "", ""),
+    ],
+)
+def test_samples_are_drawn_closer_to_the_example_where_the_module_refuses_others(
+    tmp_path: Path, condition: str, drawing: str, note: str
+) -> None:
+    (tmp_path / f"{tmp_path.name}.py").write_text(
+        f"import torch\nclass Net(torch.nn.Module):\n  def forward(self, x, lengths):\n    assert {condition}, 'no'\n"
+        "    return x + lengths[:, None]\ndef build():\n  x = torch.eye(2, 4)\n"
+        "  return Net(), {'x': x, 'lengths': torch.tensor([3, 4])}\n",
+        encoding="utf-8",
+    )
+    source = resolve(f"{tmp_path}/{tmp_path.name}.py:build")
+    options = module.LoadOptions(inputs=tuple(map(TensorSpec.parse, ("x:float32:batch,4", "lengths:int64:batch"))))
+    loaded = module.load(source, options)
+    saved.save(loaded, source, options, tmp_path)
+    model = Artifact(kind="torch", path=tmp_path / saved.RECORD, sha256="", bytes=0, signature=loaded.signature)
+    sample = Sample(engine=Eager(), ranges={}, batches=(1, 8), data=None, data_options=DataOptions(), seed=0)
+    (reference := tmp_path / "reference").mkdir()
+    if not drawing:
+        with pytest.raises(ModelError, match=r"AssertionError: no .*at batch 1") as error:
+            sample.run({"model": model}, reference, lambda _: None)
+        assert "drawn at random from the example's" in error.value.remedy
+        return
+    notes = "\n".join(sample.run({"model": model}, reference, lambda _: None).notes)
+    assert samples.read(reference).drawing == drawing
+    assert re.search(note, notes)
+
+
+@pytest.mark.parametrize(
+    ("message", "advice"),
+    [
+        ("index 8 is out of bounds for dimension 0 with size 5", "--shape nodes=10:12:MAX"),
+        ("index 8 is out of bounds for dimension 0 with size 6", ""),
+        ("no such shape", ""),
+    ],
+)
+def test_the_least_size_that_has_the_examples_indices_is_named(message: str, advice: str) -> None:
+    class Refusing:
+        signature = signature("x:float32:nodes,8", "edge_index:int64:2,edges", "kind:int64:nodes")
+
+        def run(self, feeds: Feeds) -> None:
+            raise ModelError(message, "run it alone")
+
+    edges = np.array([[0, 3, 9, 1], [1, 8, 2, 0]])
+    example = {"x": np.zeros((12, 8), np.float32), "edge_index": edges, "kind": np.full(12, 11)}
+    with pytest.raises(ModelError, match="at nodes 5, edges 2") as error:
+        examples.Baseline(Refusing(), example, "").run(Case(sizes={"nodes": 5, "edges": 2}, batch=1), {})  # type: ignore[arg-type]
+    assert error.value.remedy.endswith(advice or "run it alone")
 
 
 @pytest.mark.parametrize("data", [None, "data.npz"])

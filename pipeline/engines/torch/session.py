@@ -125,7 +125,7 @@ class EagerSession(Session):
                 self._outputs = self.forward(*bound)
         except AssertionError as error:
             if _OTHER_KEYS not in str(error) or self._inference_mode is torch.no_grad:
-                raise
+                raise _translate_error(error) from error
             self._inference_mode = torch.no_grad
             self.enqueue(bound)
         except _RAISED as error:
