@@ -189,8 +189,29 @@ def test_inputs_without_a_batch_are_fixed_and_said_to_be(load) -> None:
         def forward(self, x: Tensor, table: Tensor) -> Tensor:
             return (x[:, None] * table.reshape(5, 4)).sum((1, 2), keepdim=True).cumsum(0)
 
-    (note,) = load(Table(), {"x": torch.ones(3, 4), "table": torch.ones(5, 4)}).notes
+    feeds = {"x": torch.ones(3, 4), "table": torch.ones(5, 4)}
+    (note,) = load(Table(), feeds).notes
+    assert note.endswith("the largest: --input x:float32:length_1,4 --input table:float32:5,4")
+
+    class Tables(nn.Module):
+        def forward(self, x: Tensor, table: Tensor) -> Tensor:
+            return x.reshape(3, 4).sum() + table.reshape(5, 4)
+
+    (note,) = load(Tables(), feeds).notes
     assert note.endswith("all are fixed, and a call counts as one")
+
+
+def test_edges_are_open_where_they_come_last_and_nodes_from_the_examples_on(load) -> None:
+    class Graph(nn.Module):
+        def forward(self, x: Tensor, edge_index: Tensor, weight: Tensor) -> Tensor:
+            return torch.zeros_like(x).index_add(0, edge_index[1], x[edge_index[0]] * weight.reshape(-1, 4))
+
+    edges = torch.tensor([[0, 9, 3, 4, 5, 6], [9, 1, 2, 3, 8, 7]])
+    (note,) = load(Graph(), {"x": torch.ones(10, 4), "edge_index": edges, "weight": torch.ones(6, 4)}).notes
+    options = note.partition("for others: ")[2].split()
+    words = ["x:float32:length_1,4", "edge_index:int64:2,length_2", "weight:float32:length_2,4"]
+    assert options[1::2] == [*words, "length_1=10:10:MAX", "length_2=6:6:MAX"]
+    assert load(Graph(), {"x": torch.ones(10, 4), "edge_index": edges, "weight": torch.ones(6, 4)}, *words).notes == ()
 
 
 def test_a_table_beside_samples_leaves_them_a_batch(load) -> None:

@@ -451,24 +451,46 @@ def _runs_halved(module: Forward, example: Mapping[str, Tensor], axes: Sequence[
 
 
 def explain_no_batch(module: Forward, signature: Signature, example: Mapping[str, Tensor]) -> Iterator[str]:
-    """Explain that inputs of different lengths have no batch; suggest ``--input`` where half of each length runs, too.
+    """Explain that inputs of different lengths have no batch; suggest ``--input`` for sizes that may be others.
 
-    The numbers and offsets of an EmbeddingBag are such.
+    Dimensions of one size are open together, if the model runs with another one: half of it, or one more, where whole
+    numbers of other inputs are places along it. The numbers and offsets of an EmbeddingBag are such, and the nodes and
+    edges of a graph.
     """
     lengths = {name: value.shape[0] for name, value in example.items() if value.ndim}
     if signature.symbols or len(set(lengths.values())) < 2:
         return
     known = ", ".join(f"{name} {length}" for name, length in lengths.items())
     note = f"the inputs have no batch, as their first sizes differ ({known}): all are fixed, and a call counts as one"
-    halved = {name: example[name].narrow(0, 0, length // 2) for name, length in lengths.items() if length > 1}
-    with contextlib.suppress(Exception):
-        with torch.inference_mode():
-            module(*{**example, **halved}.values())
-        words = {length: f"length_{index}" for index, length in enumerate(dict.fromkeys(lengths.values()), 1)}
-        first = {name: (words[lengths[name]],) if name in halved else () for name in example}
-        shapes = {spec.name: (*first[spec.name], *spec.shape[len(first[spec.name]) :]) for spec in signature.inputs}
-        specs = (spec.model_copy(update={"shape": shapes[spec.name]}) for spec in signature.inputs)
-        note += f"; for others, of which the example has the largest: {' '.join(f'--input {spec}' for spec in specs)}"
+    rest = (size for value in example.values() for size in value.shape[1:])
+    sizes = [size for size in dict.fromkeys((*lengths.values(), *rest)) if size > 1]
+
+    def name(words: Mapping[int, str]) -> list[TensorSpec]:
+        dims = {spec.name: [words.get(size, size) for size in example[spec.name].shape] for spec in signature.inputs}
+        return [spec.model_copy(update={"shape": tuple(dims[spec.name])}) for spec in signature.inputs]
+
+    def answer(others: Mapping[int, int]) -> tuple[Tensor, ...] | None:
+        words = {size: f"length_{size}" for size in others}
+        resized = resize_example(name(words), example, {words[size]: other for size, other in others.items()})
+        with contextlib.suppress(Exception), torch.inference_mode():
+            return module(*resized.values())
+        return None
+
+    def is_open(size: int) -> bool:
+        if answer({size: size // 2}) is not None:
+            return True
+        longer = answer({size: size + 1})  # the same answer is of a model that looks at none but the first ones
+        return longer is not None and not same_answers(longer, answer({}) or ())
+
+    open_sizes = [size for size in sizes if is_open(size)]
+    halved = bool(open_sizes) and answer({size: size // 2 for size in open_sizes}) is not None
+    longer = bool(open_sizes) and answer({size: size + 1 for size in open_sizes}) is not None
+    if halved or longer:
+        words = {size: f"length_{index}" for index, size in enumerate(open_sizes, 1)}
+        which = ", of which the example has the largest" if halved else ""
+        options = [f"--input {spec}" for spec in name(words)]
+        options += [] if halved else [f"--shape {word}={size}:{size}:MAX" for size, word in words.items()]
+        note += f"; for others{which}: {' '.join(options)}"
     yield note
 
 
