@@ -151,11 +151,26 @@ def test_a_fixed_dimension_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPa
             return x + 1
 
     model = loaded(Fixed(), {"x": torch.ones(2, 4)}, {"x": ("batch", 4)}, ["y:float32:2,4"])
-    with pytest.raises(ExportError, match=r"holds only for batch = 2 .*'x'") as error:
+    with pytest.raises(ExportError, match=r"holds only for batch = 2 .*'x'\), which .*\.py:\d+ fixes") as error:
         exported(tmp_path, model)
+    line = Fixed.forward.__code__.co_firstlineno + 1
+    assert f"{__file__}:{line} fixes" in error.value.message
     assert "--input x:float32:2,4" in error.value.remedy
     assert "torch.vmap" in error.value.remedy
     assert len(asked) == 1, "where it runs is found out once"
+
+
+def test_the_line_that_fixes_a_dimension_is_named_where_it_looks_at_another_of_the_same_size(tmp_path: Path) -> None:
+    class Masked(torch.nn.Module):
+        def forward(self, x: Any, mask: Any) -> Any:
+            assert mask.shape[0] == 2
+            return x * mask
+
+    feeds, dims = {"x": torch.ones(2, 4), "mask": torch.ones(2, 4)}, {"x": ("batch", 4), "mask": ("batch", 4)}
+    with pytest.raises(ExportError) as error:
+        exported(tmp_path, loaded(Masked(), feeds, dims, ["y:float32:2,4"]))
+    line = Masked.forward.__code__.co_firstlineno + 1
+    assert f"(dimension 0 of input 'x'), which {__file__}:{line} fixes" in error.value.message
 
 
 def test_a_batch_that_has_to_be_fixed_is_advised_to_be_one_sample(tmp_path: Path) -> None:

@@ -1,8 +1,9 @@
 """Explain why a model cannot be exported, in one sentence: the operator, the line of the model's code, what to do."""
 
+import itertools
 import re
 import traceback
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -73,11 +74,13 @@ def explain_failure(error: BaseException, loaded: "LoadedModel", remedy: str = R
     for link in chain:
         if static := _STATIC.search(str(link)):
             position = _POSITION.search(static[2])
-            spec = loaded.signature.inputs[int(position[1]) if position else 0]
-            return explain_fixed_dimension(loaded, spec, int(static[3]), int(static[1]))
-        if fixed := _SPECIALIZED.search(str(link)):
+            index, axis, size = int(position[1]) if position else 0, int(static[3]), int(static[1])
+        elif fixed := _SPECIALIZED.search(str(link)):
             index, axis, size = map(int, fixed.groups())
-            return explain_fixed_dimension(loaded, loaded.signature.inputs[index], axis, size)
+        else:
+            continue
+        place = _find_fixing_place(chain, index, axis)
+        return explain_fixed_dimension(loaded, loaded.signature.inputs[index], axis, size, place)
     text = "\n".join(f"{type(link).__name__}: {link}" for link in chain)
     operator = next((match[1] for pattern in _OPERATOR if (match := pattern.search(text))), "")
     place = next((line for link in reversed(chain) if (line := _find_place(link))), "")
@@ -97,10 +100,16 @@ def explain_failure(error: BaseException, loaded: "LoadedModel", remedy: str = R
     return ExportError(f"the model cannot be exported{where}: {reason}", remedy)
 
 
-def explain_fixed_dimension(loaded: "LoadedModel", spec: "TensorSpec", axis: int, size: int) -> FixedDimension:
-    """Return the reason for one dimension that came out fixed, and a remedy, with the ``--input`` of all inputs."""
+def explain_fixed_dimension(
+    loaded: "LoadedModel", spec: "TensorSpec", axis: int, size: int, place: str = ""
+) -> FixedDimension:
+    """Return the reason for one dimension that came out fixed, and a remedy, with the ``--input`` of all inputs.
+
+    ``place`` is the line of the model's code that fixed it, if it is known.
+    """
     word = str(spec.shape[axis])
     message = f"the graph holds only for {word} = {size} (dimension {axis} of input {spec.name!r})"
+    message += f", which {place} fixes" if place else ""
     if is_sum(word):
         return FixedDimension(message, "remove that size from the model's code, or fix all of the sum with --input")
     return FixedDimension(
@@ -153,6 +162,26 @@ def _find_place(error: BaseException) -> str:
             recorded = str(meta.get("stack_trace") or recorded)
     inward = reversed([*frames, *_FRAME.findall(recorded)])
     return next((f"{file}:{line}" for file, line in inward if _is_model_code(file)), "")
+
+
+def _find_fixing_place(errors: Iterable[BaseException], index: int, axis: int) -> str:
+    """Return ``file:line`` of the model's code that fixed a dimension, as torch.export noted it.
+
+    ``index`` is the number of the input. The notes are where a frame has them in its hands; empty where there are none.
+    """
+    for frame, _ in itertools.chain.from_iterable(traceback.walk_tb(error.__traceback__) for error in errors):
+        notes = frame.f_locals.get("shape_env")
+        replaced, lines, ends = (
+            getattr(notes, name, {}) for name in ("replacements", "replacements_slocs", "var_to_range_sloc")
+        )
+        symbol = getattr(notes, "source_to_var", {}).get(f"L['tensors'][{index}].size()[{axis}]")
+        while replaced.get(symbol) in ends:  # it has to equal another size, which is the one that was fixed
+            symbol = replaced[symbol]
+        for noted in (lines.get(symbol), getattr(ends.get(symbol), "upper", None)):
+            location = getattr(noted, "framework_loc", None)
+            if isinstance(location, traceback.FrameSummary) and _is_model_code(location.filename):
+                return f"{location.filename}:{location.lineno}"
+    return ""
 
 
 def _is_model_code(file: str) -> bool:
