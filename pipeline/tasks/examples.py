@@ -5,6 +5,7 @@ import itertools
 import re
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import NamedTuple, TypeVar
 
 import numpy as np
@@ -32,6 +33,9 @@ _EXAMPLE_SIZE = 8
 _PICTURE_SIZES = (128, 64, 32, _EXAMPLE_SIZE)
 """Along heights and widths, the first one that the model takes, as does its half: they are multiples of the strides of
 networks for pictures; some, for lines of text, take no large heights."""
+_LENGTH_SIZES = (_EXAMPLE_SIZE, 64, 512, 4096)
+"""Along the only dimension whose size is assumed, where it is none of a picture: the first that the model takes, as
+does its half; frames of sound are some hundred numbers long."""
 _CHANNELS = (1, 3)
 _DRAWN: Mapping[Drawing, str] = {
     "within": "floats are drawn within the example's least and greatest, and all others are its own rows, repeated",
@@ -44,8 +48,10 @@ _LOOKED_THROUGH, _MOST_LOOKED_THROUGH = 64, 256
 """Samples among which those are looked for whose answers tell most: answers of any length, and of few kinds."""
 
 
-def make_example(model: Artifact, picture_size: int = _PICTURE_SIZES[0]) -> tuple[dict[str, Array], dict[str, int]]:
-    """Make a feed for each input; returns also the size it has along each dynamic dimension."""
+def make_example(
+    model: Artifact, picture_size: int = _PICTURE_SIZES[0], lengths: Mapping[str, int] = MappingProxyType({})
+) -> tuple[dict[str, Array], dict[str, int]]:
+    """Make a feed for each input, of these lengths; returns also the size it has along each dynamic dimension."""
     assert model.signature is not None
     specs = model.signature.inputs
     if model.kind == "torch":
@@ -53,7 +59,7 @@ def make_example(model: Artifact, picture_size: int = _PICTURE_SIZES[0]) -> tupl
 
         feeds = read_example(model)
         return feeds, read_sizes(specs, feeds)
-    sizes = choose_sizes(model.signature, picture_size)
+    sizes = {**choose_sizes(model.signature, picture_size), **lengths}
     return draw_feeds(model.signature, sizes), sizes
 
 
@@ -144,11 +150,17 @@ def describe_constants(signature: Signature, cases: Sequence[samples.Case], fold
 def find_example(
     engine: Engine, model: Artifact, known: Mapping[str, ShapeRange]
 ) -> tuple[dict[str, Array], dict[str, int]]:
-    """Make an example; pictures whose sizes are assumed are of the largest size that the model takes, as its half."""
+    """Make an example; pictures whose sizes are assumed are of the largest size that the model takes, as its half.
+
+    A length that is the only assumed size is the least that it takes likewise; eight, if it takes none.
+    """
     assumed = list_assumed(model, known)
     examples = [make_example(model, size) for size in (_PICTURE_SIZES if assumed else _PICTURE_SIZES[:1])]
     if len({tuple(sizes.values()) for _, sizes in examples}) == 1:
-        return examples[0]
+        if len(assumed) != 1:
+            return examples[0]
+        lengths = (*_LENGTH_SIZES, _EXAMPLE_SIZE)
+        examples = [make_example(model, lengths={assumed[0]: length}) for length in lengths]
     assert model.signature is not None
     usual = {name: range_.opt for name, range_ in known.items()}
     with engine.load(model, Device()) as session:

@@ -311,6 +311,26 @@ def test_pictures_of_unknown_size_are_of_the_largest_that_the_file_takes(
     assert (str(known.ranges["height"]), str(known.ranges["width"])) == (height, "9:9:9")
 
 
+@pytest.mark.parametrize(("least", "length"), [(1, "4:8:8"), (40, "256:512:512"), (9999, "")])
+def test_an_assumed_length_is_the_least_that_the_file_takes(tmp_path: Path, least: int, length: str) -> None:
+    """Frames of sound are padded by some numbers, and each needs as many."""
+    ends = [helper.make_tensor_value_info(name, 1, ["batch", dim]) for name, dim in (("x", "length"), ("y", "padded"))]
+    pads = numpy_helper.from_array(np.array([0, 0, 0, least - 1]), "pads")
+    made = helper.make_graph(
+        [helper.make_node("Pad", ["x", "pads"], ["y"], mode="reflect")], "g", ends[:1], ends[1:], [pads]
+    )
+    path = tmp_path / "model.onnx"
+    onnx.save(helper.make_model(made, opset_imports=[helper.make_opsetid("", 18)], ir_version=8), path)
+    model = Artifact(kind="onnx", path=path, sha256="", bytes=0, signature=model_file.signature(path))
+    sample = Sample(engine=OnnxRuntime(), ranges={}, batches=(1,), data=None, data_options=DataOptions(), seed=0)
+    if not length:
+        with pytest.raises(ModelError, match="at batch 1, length 8"):
+            sample.run({"model": model}, tmp_path, lambda _: None)
+        return
+    sample.run({"model": model}, tmp_path, lambda _: None)
+    assert str(samples.read(tmp_path).ranges["length"]) == length
+
+
 def test_a_file_that_refuses_assumed_sizes_may_have_its_batch_elsewhere() -> None:
     inputs = signature("x:float32:n,length", "state:float32:2,m,4", "rate:int64:")
     model = Artifact(kind="onnx", path=Path(), sha256="", bytes=0, signature=inputs)
