@@ -36,6 +36,8 @@ networks for pictures; some, for lines of text, take no large heights."""
 _LENGTH_SIZES = (_EXAMPLE_SIZE, 64, 512, 4096)
 """Along the only dimension whose size is assumed, where it is none of a picture: the first that the model takes, as
 does its half; frames of sound are some hundred numbers long."""
+_SETTINGS = ("sr", "sample_rate", "sampling_rate")
+"""Names of single numbers of which a model takes few."""
 _CHANNELS = (1, 3)
 _DRAWN: Mapping[Drawing, str] = {
     "within": "floats are drawn within the example's least and greatest, and all others are its own rows, repeated",
@@ -197,7 +199,9 @@ def advise(model: Artifact, known: Mapping[str, ShapeRange], assumed: Sequence[s
         advice = samples.advise_sizes(assumed)
         options = samples.suggest_batch(model.signature) if symbol is None else ""
         advice += f"; if one of the dimensions is the batch, name it with {options}" if options else ""
-        return advice if data else f"{advice}; samples are drawn at random: give some with --eval DATA"
+        settings = [spec.name for spec in model.signature.inputs if not spec.shape and spec.name.lower() in _SETTINGS]
+        words = "".join(f", and {name!r}, which seems to be a setting, in them" for name in settings)
+        return advice if data else f"{advice}; samples are drawn at random: give some with --eval DATA{words}"
     if data:
         own = samples.read_row_ranges(model.signature, data).items()
         shapes = " ".join(f"--shape {name}={range_}" for name, range_ in own if name not in known)

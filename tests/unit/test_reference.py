@@ -145,6 +145,7 @@ def test_samples_in_which_something_is_found_are_compared_first(tmp_path: Path, 
         ("torch", ["x:int64:batch,known"], False, []),
         ("torch", ["x:int64:n", "y:int64:m"], True, []),
         ("onnx", ["x:int64:batch"], True, ["drawn at random"]),
+        ("onnx", ["x:int64:batch", "sr:int64:"], True, ["drawn at random", "and 'sr', which seems to be a setting"]),
         ("onnx", ["x:int64:n,height,width"], True, ["drawn at random", "--shape height=MIN:OPT:MAX --shape width="]),
         ("onnx", ["x:int64:n,known,width"], False, ["takes with --shape width=MIN:OPT:MAX"]),
     ],
@@ -168,7 +169,8 @@ def test_a_model_that_refuses_made_up_samples_or_assumed_sizes_is_told_what_to_g
     told = examples.advise(model, known, examples.list_assumed(model, known), data)
     with pytest.raises(ModelError, match="has to be 0, at batch 8") as error:
         examples.Baseline(Refusing(), {}, told).run(Case(sizes={"batch": 8}, batch=8), {})  # type: ignore[arg-type]
-    words = ["drawn at random", "otherwise than 'batch'", *(word for word in advice if "--shape" in word)]
+    setting = "and 'sr', which seems to be a setting"
+    words = ["drawn at random", setting, "otherwise than 'batch'", *(word for word in advice if "--shape" in word)]
     assert [word for word in words if word in error.value.remedy] == advice
     assert ("--shape" in error.value.remedy) == ("--shape" in "".join(advice))
 
