@@ -75,6 +75,8 @@ class Effect(BaseModel, frozen=True):
     """Installed packages that the result depends on, likewise, with their versions."""
     variables: tuple[str, ...] = ()
     """Environment variables that the user's code asked for."""
+    existence: dict[Path, bool] = {}
+    """By path that the user's code asked for and did not read, whether it was there."""
     incomplete: bool = False
     """Something failed that may not fail another time: the result is shown, and not taken from the store again."""
 

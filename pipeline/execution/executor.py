@@ -184,7 +184,7 @@ class StepCache:
                 done = work(out, partial)
             effect = done.effect
             dependencies = self.store.dependencies(self._name)
-            read = dependencies.record(effect.reads, effect.packages, begun_ns, effect.variables)
+            read = dependencies.record(effect.reads, effect.packages, begun_ns, effect.variables, effect.existence)
             notes, key = effect.notes, self._key(read)
             if read.changed:
                 others = f" and {len(read.changed) - 1} others" if len(read.changed) > 1 else ""

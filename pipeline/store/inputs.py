@@ -12,7 +12,7 @@ import json
 import os
 import sys
 import time
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -80,6 +80,11 @@ OWN_FOLDERS = ("calibration", "models", "pipeline")
 OWN_FILES = ("__init__.py", "cli.py")
 """Files there that are its code."""
 
+ALL_VARIABLES = "*"
+"""Stands for all environment variables, set or not, but the usual ones: for code that copies or goes through them."""
+USUAL_VARIABLES = frozenset(("HOME", "PATH", "PWD", "TMPDIR", "USER"))
+"""Variables that are others on each machine; files that they lead to are tracked by themselves."""
+
 
 def to_portable_path(path: str) -> str:
     """Rewrite an absolute path relative to the nearest anchor above it; leave anything else as it is."""
@@ -121,12 +126,14 @@ class _Candidate(BaseModel, frozen=True, extra="forbid"):
 
     files: tuple[str, ...] = ()
     folders: dict[str, tuple[str, ...]] = {}
-    """By folder of those files, the names of all files there: one that appears or goes may be looked for."""
+    """By folder of those files, the names of all files and packages there: others may be looked for, or come first."""
     subfolders: dict[str, tuple[str, ...]] = {}
     """By folder that was read as a whole, the folders in it."""
+    existence: dict[str, bool] = {}
+    """By path that was asked for, whether it was there."""
     packages: tuple[str, ...] = ()
     variables: tuple[str, ...] = ()
-    """Names of environment variables."""
+    """Names of environment variables, or :data:`ALL_VARIABLES`."""
 
     @property
     def listings(self) -> tuple[tuple[str, ...], ...]:
@@ -167,6 +174,8 @@ class ReadRecord:
     """Environment variables; None for one that is not set."""
     listings: tuple[tuple[str, ...], ...] = ()
     """Names in the folders that were looked into."""
+    existence: tuple[bool, ...] = ()
+    """By path that was asked for, in their order, whether it is there."""
     changed: tuple[Path, ...] = ()
     """Files that were changed while the step ran: nobody knows which content it read."""
 
@@ -178,7 +187,13 @@ class ReadRecord:
             groups.setdefault(anchor_of(name), {})[Path(name)] = file.sha256
         files = {anchor: relative_digests(digests) for anchor, digests in groups.items()}
         values = {name: _to_portable_value(value) for name, value in self.variables.items()}
-        return {"files": files, "packages": dict(self.packages), "variables": values, "listings": self.listings}
+        return {
+            "files": files,
+            "packages": dict(self.packages),
+            "variables": values,
+            "listings": self.listings,
+            "existence": self.existence,
+        }
 
 
 class InputDependencies:
@@ -207,10 +222,12 @@ class InputDependencies:
         packages: Mapping[str, str],
         since_ns: int = sys.maxsize,
         variables: Collection[str] = (),
+        existence: Mapping[Path, bool] | None = None,
     ) -> ReadRecord:
         """Record the paths that a step read since a time: files, and folders of which every file was.
 
-        A file that is written again each time, with the content that it had, counts as unchanged.
+        A file that is written again each time, with the content that it had, counts as unchanged. ``existence`` is that
+        of paths that the step asked for.
 
         Raises:
             StoreError: the store cannot be written, or a file is gone again.
@@ -225,6 +242,7 @@ class InputDependencies:
                     for folder in sorted({*_folders_of(paths, whole), *whole})
                 },
                 subfolders={to_portable_path(str(folder)): _subfolders(folder) for folder in sorted(whole)},
+                existence={to_portable_path(str(path)): there for path, there in sorted((existence or {}).items())},
                 packages=tuple(sorted(packages)),
                 variables=tuple(sorted(variables)),
             )
@@ -239,9 +257,7 @@ class InputDependencies:
             _CandidateRecord(candidate=candidate, states=files).save(path)
             for old in self._newest_first()[MOST_CANDIDATES:]:
                 old.unlink(missing_ok=True)
-        return ReadRecord(
-            f"{self._name}/{path.name}", files, dict(packages), _read_variables(variables), candidate.listings, changed
-        )
+        return _make_record(f"{self._name}/{path.name}", candidate, files, packages, changed)
 
     def _shared_candidates(self, shared: SharedStore, local_names: Collection[str]) -> Iterator[ReadRecord]:
         file = _read(shared, self._name)
@@ -255,7 +271,7 @@ class InputDependencies:
                     yield read
 
     def _compare(self, record: _CandidateRecord, *, new: bool = False) -> ReadRecord | None:
-        """Compare a candidate with the files of this machine; None if a file lacks, or its folder has others.
+        """Compare a candidate with this machine; None if a file lacks, its folder has others, or one is new or gone.
 
         New facts are recorded: a ``new`` candidate, and the state of files that had to be hashed.
         """
@@ -264,6 +280,8 @@ class InputDependencies:
             if any(_listing(Path(from_portable_path(name))) != names for name, names in wanted.folders.items()):
                 return None
             if any(_subfolders(Path(from_portable_path(name))) != names for name, names in wanted.subfolders.items()):
+                return None
+            if any(exists(Path(from_portable_path(name))) != there for name, there in wanted.existence.items()):
                 return None
             files = {key: describe_file(Path(from_portable_path(key)), record.states.get(key)) for key in wanted.files}
         except (OSError, LookupError, ValueError):
@@ -275,7 +293,7 @@ class InputDependencies:
         if new or files != record.states:
             with contextlib.suppress(OSError):  # a store that may only be read learns nothing
                 _CandidateRecord(candidate=wanted, states=files).save(self._folder / path)
-        return ReadRecord(f"{self._name}/{path}", files, packages, _read_variables(wanted.variables), wanted.listings)
+        return _make_record(f"{self._name}/{path}", wanted, files, packages)
 
     def _newest_first(self) -> list[Path]:
         written: dict[Path, int] = {}
@@ -287,8 +305,30 @@ class InputDependencies:
         return sorted(written, key=lambda path: -written[path])
 
 
-def _read_variables(names: Iterable[str]) -> dict[str, str | None]:
+def _make_record(
+    path: str,
+    candidate: _Candidate,
+    files: Mapping[str, StoredFile],
+    packages: Mapping[str, str],
+    changed: tuple[Path, ...] = (),
+) -> ReadRecord:
+    variables, existence = _read_variables(candidate.variables), tuple(candidate.existence.values())
+    return ReadRecord(path, files, dict(packages), variables, candidate.listings, existence, changed)
+
+
+def _read_variables(names: Collection[str]) -> dict[str, str | None]:
+    if ALL_VARIABLES in names:
+        return {name: value for name, value in sorted(os.environ.items()) if name not in USUAL_VARIABLES}
     return {name: os.environ.get(name) for name in names}
+
+
+def exists(path: Path) -> bool:
+    """Tell whether a path exists, as ``os.path.exists`` does: not where its folder cannot be looked into."""
+    try:
+        path.stat()
+    except (OSError, ValueError):
+        return False
+    return True
 
 
 def _to_portable_value(value: str | None) -> str | None:
@@ -310,8 +350,16 @@ def _folders_of(paths: Collection[Path], whole: Collection[Path]) -> set[Path]:
 
 
 def _listing(folder: Path) -> tuple[str, ...]:
-    """List the names of files in a folder, but hidden ones and those that `export` writes there."""
-    names = (entry.name for entry in os.scandir(folder) if entry.is_file())
+    """List the names of files in a folder, but hidden ones and those that `export` writes there; and of packages.
+
+    Python imports a package rather than a file of its name.
+    """
+    names = []
+    for entry in os.scandir(folder):
+        if entry.is_file():
+            names.append(entry.name)
+        elif (folder / entry.name / "__init__.py").is_file():
+            names.append(f"{entry.name}/")
     return tuple(sorted(name for name in names if name[0] != "." and not name.endswith((".onnx", ".onnx.data"))))
 
 

@@ -139,8 +139,14 @@ def execute(task: Task, inputs: Inputs, out: Path, progress: Progress, begun: Pa
     else:
         assert isinstance(task, ResumableTask)
         effect = task.go_on(inputs, out, begun, progress)
-    folders, variables = take_dependencies()
-    effect = effect.model_copy(update={"reads": (*effect.reads, *folders), "variables": variables})
+    asked = take_dependencies()
+    effect = effect.model_copy(
+        update={
+            "reads": (*effect.reads, *asked.folders),
+            "variables": asked.variables,
+            "existence": asked.existence,
+        }
+    )
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
     return Done(effect=effect, seconds=time.monotonic() - start, host_peak_bytes=peak)
 

@@ -68,6 +68,44 @@ def test_environment_variables_and_names_in_folders_are_part_of_the_key(
     assert record().identity != before.identity
 
 
+def test_all_environment_variables_but_the_usual_ones_may_be_part_of_the_key(
+    reads: InputDependencies, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("NEW", raising=False)
+    before = reads.record([], {}, variables=[inputs.ALL_VARIABLES])
+    assert now(reads) == before
+    for name, other in (("PWD", False), ("NEW", True)):
+        monkeypatch.setenv(name, "elsewhere")
+        assert (now(reads).identity != before.identity) is other
+
+
+@pytest.mark.parametrize("there", [True, False])
+def test_a_path_that_was_asked_for_and_appears_or_goes_is_a_change(
+    reads: InputDependencies, tmp_path: Path, there: bool
+) -> None:
+    flag = tmp_path / "ck" / "flag"
+    flag.parent.mkdir()
+    change, undo = (flag.unlink, flag.touch) if there else (flag.touch, flag.unlink)
+    if there:
+        flag.touch()
+    before = reads.record([], {}, existence={flag: there})
+    assert now(reads) == before
+    change()
+    assert now(reads) is None
+    assert reads.record([], {}, existence={flag: not there}).identity != before.identity
+    undo()
+    assert now(reads) == before
+
+
+def test_a_package_that_comes_before_a_file_of_its_name_is_a_change(reads: InputDependencies, tmp_path: Path) -> None:
+    (tmp_path / "helper.py").touch()
+    before = reads.record([tmp_path / "helper.py"], {})
+    (tmp_path / "helper").mkdir()
+    assert now(reads) == before, "Python prefers the file"
+    (tmp_path / "helper" / "__init__.py").touch()
+    assert now(reads) is None
+
+
 def test_paths_in_environment_variables_mean_the_same_in_another_folder(
     reads: InputDependencies, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

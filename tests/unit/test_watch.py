@@ -1,16 +1,21 @@
 """Test what a user's code touches: files are remembered, pickles refused."""
 
+import contextlib
 import importlib
 import importlib.metadata
+import importlib.util
 import io
 import json
 import multiprocessing
 import os
 import pickle
 import sqlite3
+import subprocess
 import sys
+import tempfile
 import types
 from collections import OrderedDict
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -60,12 +65,12 @@ def test_environment_variables_that_are_asked_for_by_name_are_remembered(monkeyp
     monkeypatch.setenv("UNREAD", "1")
     read, iterate = type(os.environ).__getitem__, type(os.environ).__iter__
     with track_files(allow_pickle=False) as tracker:
-        assert os.environ["CHOICE"] == os.getenv("CHOICE") == os.environ.copy()["CHOICE"]
+        assert os.environ["CHOICE"] == os.getenv("CHOICE")
         assert os.environ.get("ABSENT", "none") == "none"
         assert "LOOKED_FOR" not in os.environ
         assert os.environb.get(b"IN_BYTES") is None
-        assert {**os.environ}["UNREAD"] == dict(os.environ.items())["UNREAD"] == "1"
         Path("~/net.py").expanduser()
+        subprocess.run(["true"], env=os.environ, check=True)
     assert tracker.variables == {"CHOICE", "ABSENT", "LOOKED_FOR", "IN_BYTES"}
     assert (read, iterate) == (type(os.environ).__getitem__, type(os.environ).__iter__)
 
@@ -76,8 +81,86 @@ def test_a_step_depends_on_what_is_read_for_the_first_time(tmp_path: Path) -> No
         with track_files(allow_pickle=False, again=again):
             list(tmp_path.iterdir())
             os.environ.get(f"AGAIN_{again}")
-    assert watch_module.take_dependencies() == ((tmp_path,), ("AGAIN_False",))
-    assert watch_module.take_dependencies() == ((), ())
+            Path(tmp_path, f"again_{again}").exists()
+    assert watch_module.take_dependencies() == ((tmp_path,), ("AGAIN_False",), {tmp_path / "again_False": False})
+    assert watch_module.take_dependencies() == ((), (), {})
+
+
+@pytest.mark.parametrize(
+    "copy", [dict, lambda it: {**it}, lambda it: it.copy(), lambda it: list(it.values()), lambda it: it | {}]
+)
+def test_code_that_copies_or_lists_environment_variables_depends_on_all(copy: Callable[[Any], object]) -> None:
+    watch_module.take_dependencies()
+    with track_files(allow_pickle=False):
+        os.environ.get("BY_NAME")
+        copy(os.environ)
+    assert watch_module.take_dependencies().variables == ("*",)
+
+
+def ask_for(folder: Path) -> None:
+    """Ask for paths in all ways in which a model's code may."""
+    (folder / "by_pathlib").exists(), (folder / "folder").is_dir(), (folder / "read").is_file()
+    os.path.exists(folder / "by_os"), os.path.isfile(str(folder / "file" / "below"))  # noqa: PTH110, PTH113
+    with contextlib.suppress(ValueError, OSError):
+        Path("null\0byte").stat()
+    for name in ("opened", "read"):
+        with contextlib.suppress(FileNotFoundError):
+            np.load(folder / name)
+    with contextlib.suppress(FileNotFoundError):
+        load_file(folder / "by_rust")
+    with tempfile.TemporaryDirectory(dir=folder) as temporary:
+        Path(temporary).exists()
+    if not (folder / "made").exists():
+        (folder / "made").touch()
+    assert (folder / "made").exists()
+    os.open(folder / "lock", os.O_RDWR | os.O_CREAT)
+    (folder / "lock").unlink()
+    assert not (folder / "link").exists()
+    assert (folder / "link").is_symlink()
+
+
+def test_paths_that_are_asked_for_are_remembered_with_whether_they_were_there(tmp_path: Path) -> None:
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "file").touch()
+    (tmp_path / "link").symlink_to("nowhere")
+    with (tmp_path / "read").open("wb") as file:
+        np.save(file, np.ones(2))
+    stat = os.stat
+    with track_files(allow_pickle=False) as tracker:
+        ask_for(tmp_path)
+        assert os.stat in os.supports_dir_fd, "shutil asks for its abilities"
+    noted = {str(path.relative_to(tmp_path)): there for path, there in tracker.existence.items()}
+    missing = ("by_pathlib", "by_os", "file/below", "opened", "by_rust", "made", "link")
+    assert noted == {"folder": True, **dict.fromkeys(missing, False)}
+    assert os.stat is stat
+    assert not any(hasattr(able, "__wrapped__") for able in os.supports_dir_fd)
+
+
+def test_paths_that_libraries_ask_for_are_not_remembered(tmp_path: Path) -> None:
+    with track_files(allow_pickle=False) as tracker:
+        sys.path.insert(0, str(tmp_path))
+        try:
+            importlib.util.find_spec("no_such_module")
+            np.lib._datasource.DataSource(str(tmp_path)).exists("nothing.npy")
+        finally:
+            sys.path.pop(0)
+    assert not tracker.existence
+
+
+def test_files_in_shared_memory_are_remembered_and_devices_are_not() -> None:
+    with tempfile.NamedTemporaryFile(dir="/dev/shm") as file, track_files(allow_pickle=False) as tracker:
+        Path(file.name).read_bytes()
+        Path("/dev/null").read_bytes()
+        Path("/proc/self/stat").read_bytes()
+    assert tracker.files & {Path(file.name), Path("/dev/null"), Path("/proc/self/stat")} == {Path(file.name)}
+
+
+def test_extensions_that_a_user_compiled_are_remembered(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "fast.so").touch()
+    monkeypatch.setitem(sys.modules, "fast", SimpleNamespace(__file__=str(tmp_path / "fast.so")))  # type: ignore[arg-type]
+    with track_files(allow_pickle=False) as tracker:
+        pass
+    assert tmp_path / "fast.so" in tracker.files
 
 
 def test_files_are_seen_that_are_opened_from_c(tmp_path: Path) -> None:

@@ -2,8 +2,8 @@
 
 Python's audit events tell both (PEP 578): ``open`` for every file, ``os.listdir`` and ``os.scandir`` for folders,
 ``pickle.find_class`` before an unpickler may call anything. ``torch.load(weights_only=True)`` has an unpickler of its
-own that can build nothing but tensors; it raises no such event and passes. Of environment variables, those are noted
-that the user's own code asks for by name.
+own that can build nothing but tensors; it raises no such event and passes. Noted are also the environment variables
+that the user's own code asks for, and the paths that it asks for without opening them, or that are not there.
 """
 
 import contextlib
@@ -15,13 +15,14 @@ import re
 import site
 import sys
 import sysconfig
+import tempfile
 import traceback
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from enginesmith.pipeline.errors import SourceError
-from enginesmith.pipeline.store.inputs import OWN_FILES, OWN_FOLDERS
+from enginesmith.pipeline.store.inputs import ALL_VARIABLES, OWN_FILES, OWN_FOLDERS, USUAL_VARIABLES, exists
 
 PRELOADED = "enginesmith.pipeline.system.preload"
 _ROOT = Path(__file__).parents[3]
@@ -33,8 +34,14 @@ _PACKAGES = {
     *(sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")),
     *(path for path in sys.path if Path(path).name in _INSTALLED),  # of another environment
 }
-_FOREIGN = tuple(f"{path}/" for path in (*sorted({*_PACKAGES, site.getusersitepackages()}), "/proc", "/sys", "/dev"))
-"""Folders whose files are covered otherwise: versions of packages, or nothing that a model is made of."""
+_FOREIGN = (
+    *(f"{path}/" for path in (*sorted({*_PACKAGES, site.getusersitepackages()}), "/proc", "/sys")),
+    f"{tempfile.gettempdir()}/torchinductor_",  # code that torch.compile made
+)
+"""Folders whose files are covered otherwise: versions of packages, or nothing that a model is made of.
+
+``/dev`` is none of them: ``/dev/shm`` holds files as any folder does, and what is a device is no file.
+"""
 
 
 class FileTracker:
@@ -46,7 +53,9 @@ class FileTracker:
         self.folders: set[Path] = set()
         """Folders whose content was listed."""
         self.variables: set[str] = set()
-        """Environment variables that were asked for."""
+        """Environment variables that were asked for; :data:`ALL_VARIABLES` where all of them were."""
+        self.existence: dict[Path, bool] = {}
+        """By path that was asked for, whether it was there the first time."""
 
     def handle_event(self, event: str, args: tuple[Any, ...]) -> None:
         """Handle one audit event."""
@@ -55,6 +64,8 @@ class FileTracker:
         if event in ("open", "sqlite3.connect") and isinstance(args[0], (str, bytes, os.PathLike)):
             if event != "open" or not isinstance(args[1], str) or not set(args[1]) & set("wax+"):
                 self.add(args[0])
+                if event == "open" and not args[2] & os.O_CREAT:
+                    self.note_missing(args[0])
         elif event in ("os.listdir", "os.scandir") and not isinstance(args[0], int) and _find_user_frame():
             folder = Path(os.fsdecode(args[0] or ".")).absolute()
             if not f"{folder}/".startswith(_FOREIGN):
@@ -68,16 +79,18 @@ class FileTracker:
 
     def add(self, path: Any) -> None:
         """Add a file of the user's (not of Python, an installed package or the system)."""
-        text = os.fsdecode(path)
-        # Thousands of modules come by here, most of them of packages: paths are taken apart only for what is left.
-        if text.startswith(_FOREIGN) or "/torchinductor_" in text:  # the latter: code that torch.compile made
-            return
-        if text.endswith(".pyc") or (text.endswith(".py") and text.startswith(_OWN_CODE)):
-            return
-        file = Path(text).absolute()
-        ours = file.parent.suffix == ".egg-info" and file.is_relative_to(_ROOT)  # of an editable install
-        if not ours and not f"{file}/".startswith(_FOREIGN):
+        if file := _find_user_path(path):
             self.files.add(file)
+
+    def note_missing(self, path: Any) -> None:
+        """Note a path of the user's that is opened and is not there: a file may appear."""
+        if (file := _find_user_path(path)) and not exists(file):
+            self.note_asked(file, there=False)
+
+    def note_asked(self, path: Any, *, there: bool) -> None:
+        """Note a path of the user's that is asked for, and whether it is there."""
+        if file := _find_user_path(path):
+            self.existence.setdefault(file, there)
 
     def packages(self) -> dict[str, str]:
         """List packages imported beyond those that every worker has, with their versions."""
@@ -89,6 +102,17 @@ class FileTracker:
         homes = importlib.metadata.packages_distributions()
         names = {name for module in modules for name in homes.get(module, ())}
         return {name: importlib.metadata.version(name) for name in sorted(names)}
+
+
+def _find_user_path(path: Any) -> Path | None:
+    """Make a path absolute; None where it is not the user's."""
+    text = os.fsdecode(path)
+    # Thousands of modules come by here, most of them of packages: paths are taken apart only for what is left.
+    if text.startswith(_FOREIGN) or text.endswith(".pyc") or (text.endswith(".py") and text.startswith(_OWN_CODE)):
+        return None
+    file = Path(text).absolute()
+    ours = file.parent.suffix == ".egg-info" and file.is_relative_to(_ROOT)  # of an editable install
+    return None if ours or f"{file}/".startswith(_FOREIGN) else file
 
 
 def read_held(module: object, name: str) -> Any:
@@ -106,15 +130,30 @@ def _is_installed(module: object) -> bool:
 
 
 _active: list[FileTracker] = []
-_listed, _asked = set[Path](), set[str]()
-"""Folders and environment variables of all blocks that ended."""
 
 
-def take_dependencies() -> tuple[tuple[Path, ...], tuple[str, ...]]:
-    """Return the folders that were listed, and the environment variables that were asked for, since the last call."""
-    taken = tuple(sorted(folder for folder in _listed if folder.is_dir())), tuple(sorted(_asked))
-    _listed.clear()
-    _asked.clear()
+class Dependencies(NamedTuple):
+    """What the user's code asked for, beside files that it read."""
+
+    folders: tuple[Path, ...]
+    """Folders that were listed."""
+    variables: tuple[str, ...]
+    """Environment variables."""
+    existence: dict[Path, bool]
+    """By path, whether it was there."""
+
+
+_listed, _asked, _existence = set[Path](), set[str](), dict[Path, bool]()
+"""Those of all blocks that ended."""
+
+
+def take_dependencies() -> Dependencies:
+    """Return what the user's code asked for since the last call."""
+    folders = tuple(sorted(folder for folder in _listed if folder.is_dir()))
+    variables = (ALL_VARIABLES,) if ALL_VARIABLES in _asked else tuple(sorted(_asked))
+    taken = Dependencies(folders, variables, dict(_existence))
+    for noted in (_listed, _asked, _existence):
+        noted.clear()
     return taken
 
 
@@ -132,18 +171,25 @@ def track_files(allow_pickle: bool, *, again: bool = False) -> Iterator[FileTrac
     _active.append(tracker)
     before, sys.dont_write_bytecode = sys.dont_write_bytecode, True
     try:
-        with _track_native_opens(tracker), _track_variables(tracker):
+        with _track_native_opens(tracker), _track_variables(tracker), _track_existence(tracker):
             yield tracker
     finally:
         sys.dont_write_bytecode = before
         _active.remove(tracker)
+        for module in list(sys.modules.values()):
+            if isinstance(file := read_held(module, "__file__"), str) and file.endswith((".py", ".so")):
+                tracker.add(file)
+        tracker.files = {path for path in tracker.files if path.is_file()}
+        # A file that was read tells by itself whether it is there, and one that is gone again was temporary.
+        tracker.existence = {
+            path: there
+            for path, there in tracker.existence.items()
+            if not there or (path not in tracker.files and exists(path))
+        }
         if not again:
             _listed.update(tracker.folders)
             _asked.update(tracker.variables)
-        for module in list(sys.modules.values()):
-            if isinstance(file := read_held(module, "__file__"), str) and file.endswith(".py"):
-                tracker.add(file)
-        tracker.files = {path for path in tracker.files if path.is_file()}
+            _existence.update({**tracker.existence, **_existence})
 
 
 @functools.cache
@@ -166,6 +212,7 @@ def _track_native_opens(tracker: FileTracker) -> Iterator[None]:
         def open_and_note(file: Any, *args: Any, **kwargs: Any) -> Any:
             if isinstance(file, (str, os.PathLike)):
                 tracker.add(file)
+                tracker.note_missing(file)
             return opened(file, *args, **kwargs)
 
         return open_and_note
@@ -206,26 +253,23 @@ def _is_plain(name: str, value: Any) -> bool:
 
 
 _NATIVE = (("safetensors", "safe_open"), ("torch.jit", "load"), ("torch.export", "load"), ("torch", "from_file"))
-_USUAL = frozenset(("HOME", "PATH", "PWD", "TMPDIR", "USER"))
-"""Variables that are others on each machine; files that they lead to are tracked by themselves."""
 
 
 @contextlib.contextmanager
 def _track_variables(tracker: FileTracker) -> Iterator[None]:
-    """Note environment variables that the user's code asks for by name; one that copies all of them asks for none."""
-    kind, copying = type(os.environ), set[tuple[int, int]]()
+    """Note environment variables that the user's code asks for by name, or all of them if it copies or lists them."""
+    kind = type(os.environ)
     read, iterate = kind.__getitem__, kind.__iter__
 
     def note(environment: Any, key: Any) -> Any:
-        frame = _find_user_frame()
         name = os.fsdecode(key) if isinstance(key, (str, bytes)) else ""
-        if frame and (id(frame), frame.f_lasti) not in copying and name not in _USUAL:
+        if name not in USUAL_VARIABLES and _find_user_frame():
             tracker.variables.add(name)
         return read(environment, key)
 
     def list_names(environment: Any) -> Any:
-        if frame := _find_user_frame():
-            copying.add((id(frame), frame.f_lasti))
+        if _find_user_frame():
+            tracker.variables.add(ALL_VARIABLES)
         return iterate(environment)
 
     kind.__getitem__, kind.__iter__ = note, list_names  # type: ignore[method-assign]
@@ -233,6 +277,37 @@ def _track_variables(tracker: FileTracker) -> Iterator[None]:
         yield
     finally:
         kind.__getitem__, kind.__iter__ = read, iterate  # type: ignore[method-assign]
+
+
+@contextlib.contextmanager
+def _track_existence(tracker: FileTracker) -> Iterator[None]:
+    """Note paths that the user's own code asks for, also by ``os.path`` and ``pathlib``, which call ``os.stat``."""
+    stat = os.stat
+
+    @functools.wraps(stat)
+    def stat_and_note(path: Any, *args: Any, dir_fd: int | None = None, follow_symlinks: bool = True) -> Any:
+        of_name = isinstance(path, (str, bytes, os.PathLike)) and dir_fd is None and follow_symlinks
+        asked = of_name and _find_user_frame() is not None
+        try:
+            found = stat(path, *args, dir_fd=dir_fd, follow_symlinks=follow_symlinks)
+        except OSError:
+            if asked:
+                tracker.note_asked(path, there=False)
+            raise
+        if asked:
+            tracker.note_asked(path, there=True)
+        return found
+
+    abilities = [names for names in (os.supports_dir_fd, os.supports_fd, os.supports_follow_symlinks) if stat in names]
+    for names in abilities:
+        names.add(stat_and_note)
+    os.stat = stat_and_note
+    try:
+        yield
+    finally:
+        os.stat = stat
+        for names in abilities:
+            names.discard(stat_and_note)
 
 
 def _find_user_frame() -> Any:
@@ -249,19 +324,24 @@ def _is_from_own_process() -> bool:
     frame: Any = sys._getframe(1)
     while frame and frame.f_code.co_filename == __file__:
         frame = frame.f_back
-    return frame is not None and frame.f_code.co_filename.startswith(f"{_STDLIB}multiprocessing{os.sep}")
+    return frame is not None and frame.f_code.co_filename.startswith(_MULTIPROCESSING)
 
 
 def _is_between(file: str) -> bool:
-    """Tell whether a file is of the standard library, but for imports, or this one."""
+    """Tell whether a file is of the standard library, but for imports and new processes, or this one."""
     if file.startswith("<frozen "):
         return "importlib" not in file
-    return file == __file__ or (file.startswith(_STDLIB) and "site-packages" not in file)
+    return file == __file__ or (
+        file.startswith(_STDLIB) and "site-packages" not in file and not file.startswith(_SPAWNING)
+    )
 
 
 # Find the line of the user's code that something happened in: frames of the interpreter, without those of libraries.
 
 _OWN, _STDLIB = str(Path(__file__).parents[2]), f"{sysconfig.get_path('stdlib')}{os.sep}"
+_MULTIPROCESSING = f"{_STDLIB}multiprocessing{os.sep}"
+_SPAWNING = (_MULTIPROCESSING, f"{_STDLIB}subprocess.py")
+"""Code that hands all environment variables to another program, without a look at them."""
 _NOTED = re.compile(r'File "([^"]+)", line (\d+)')
 _NEVER = ("torch", "torch_pruning")
 """Libraries whose lines nobody can change to make a model right."""
