@@ -21,6 +21,7 @@ import re
 import shlex
 import traceback
 from collections.abc import Iterator, Mapping
+from pathlib import Path
 from typing import ClassVar, Literal
 
 REMEDY_LINE = "  → "
@@ -252,8 +253,8 @@ def require_utf8(text: str, place: str) -> None:
 
 
 @contextlib.contextmanager
-def storage_errors(place: str, choose: str = "choose") -> Iterator[None]:
-    """Turn what the file system refuses into one message; ``choose`` begins the advice to take another folder.
+def storage_errors(place: str, choose: str = "choose", store: Path | None = None) -> Iterator[None]:
+    """Turn what the file system refuses into one message, as :func:`explain_errno` does.
 
     Raises:
         StoreError: a full disk, missing rights, a read-only file system.
@@ -261,16 +262,22 @@ def storage_errors(place: str, choose: str = "choose") -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        raise explain_errno(error, place, choose) from error
+        raise explain_errno(error, place, choose, store) from error
 
 
-def explain_errno(error: OSError, place: str, choose: str = "choose") -> StoreError:
-    """Turn a file system's refusal into a message; ``place`` names what could not be kept there."""
+def explain_errno(error: OSError, place: str, choose: str = "choose", store: Path | None = None) -> StoreError:
+    """Turn a file system's refusal into a message; ``place`` names what could not be kept there.
+
+    ``choose`` begins the advice to take another folder. ``store`` is the folder of the store that is on that disk,
+    where it is known; else only the user knows which one is.
+    """
     if error.errno == errno.EEXIST:
         return StoreError(f"{place}: a file is where a folder has to be", "choose another place")
     remedy = "check the path and its rights"
     if error.errno in (errno.ENOSPC, errno.EDQUOT):
-        remedy = "free some space (`enginesmith cache prune --local --max-size 5GiB`) or choose another disk"
+        which = f"--store {shlex.quote(str(store))}" if store else "--local"
+        others = "" if store else ", with --store if you gave one"
+        remedy = f"free some space (`enginesmith cache prune {which} --max-size 5GiB`{others}) or choose another disk"
     elif error.errno in (errno.EACCES, errno.EPERM, errno.EROFS):
         remedy = f"{choose} a folder that you may write to"
     elif error.errno == errno.EFBIG:

@@ -119,23 +119,36 @@ def announce(title: str, errors: Sequence[str], warnings: Sequence[str], summary
 
 
 def show_run(run: "Run", folder: Path, as_json: bool) -> int:
-    """Print and announce a run, missed budgets as errors and cautions as warnings; return the exit code."""
-    from enginesmith.pipeline.report import markdown, sentences
+    """Print and announce a run, missed budgets as errors and cautions as warnings; return the exit code.
+
+    Raises:
+        StoreError: the run's reports are missing, and still cannot be written.
+    """
+    from enginesmith.pipeline.report import files, markdown, sentences
     from enginesmith.pipeline.results import verdicts
 
+    if as_json:  # standard output has one document: the run or the error
+        files.write_outdated(folder)
     code: int = terminal().show_run(run, folder, as_json)
     if not code and verdicts.lacks_result(run):
         code = 3 if verdicts.list_unjudged(run) else 1
     if not as_json:
         broken = [verdicts.format_verdict(verdict) for verdict in run.verdicts if not verdict.passed]
         announce(run.name, broken, [*sentences.list_warnings(run), *sentences.list_reasons(run)], markdown.render(run))
+    files.write_outdated(folder)
     return code
 
 
 def show_fleet(record: "FleetRecord", folder: Path, as_json: bool) -> int:
-    """Print and announce a fleet: failures and missed budgets are errors, unavailable or slower entries warnings."""
+    """Print and announce a fleet: failures and missed budgets are errors, unavailable or slower entries warnings.
+
+    Raises:
+        StoreError: reports are missing, and still cannot be written.
+    """
     from enginesmith.pipeline.report import fleet, fleet_tables
 
+    if as_json:
+        fleet.write_outdated(folder)
     code: int = terminal().show_fleet(record, folder, as_json)
     if not as_json:
         errors = [f"{entry.name}: {entry.reason}" for entry in record.entries if entry.status in ("failed", "breached")]
@@ -143,4 +156,5 @@ def show_fleet(record: "FleetRecord", folder: Path, as_json: bool) -> int:
         doubtful = [f"{entry.name}: {entry.reason}" for entry in record.having("lacking")]
         doubtful += [f"{item.name} became slower: {fleet_tables.describe_change(item.since_last)}" for item in slower]
         announce(record.name, errors, doubtful, fleet.render_markdown(record))
+    fleet.write_outdated(folder)
     return code

@@ -51,7 +51,13 @@ def write_outdated(folder: Path) -> None:
         StoreError: the folder cannot be written.
     """
     if outdated := list_outdated(folder, NAMES["json"]):
-        write(runs.read(folder), folder, outdated)
+        try:
+            write(runs.read(folder), folder, outdated)
+        except StoreError as error:
+            message = f"the results are in {folder / NAMES['json']}, and the reports could not be written"
+            raise StoreError(
+                f"{message}: {error.message}", f"{error.remedy}; then `enginesmith report {folder}` writes them"
+            ) from error
 
 
 def list_outdated(folder: Path, document: str, names: Mapping[Format, str] = NAMES) -> list[Format]:

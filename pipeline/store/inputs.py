@@ -232,7 +232,7 @@ class InputDependencies:
         Raises:
             StoreError: the store cannot be written, or a file is gone again.
         """
-        with storage_errors(f"the store {self._folder.parent}"):
+        with storage_errors(f"the store {self._folder.parent}", store=self._folder.parents[1]):
             whole = {path for path in paths if path.is_dir()}
             files = {to_portable_path(str(path)): describe_file(path) for path in paths if path not in whole}
             candidate = _Candidate(

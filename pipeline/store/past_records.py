@@ -77,7 +77,7 @@ class PastRecords(Generic[R]):
         if self._shared:
             self._shared.write(self._place, content)
             return
-        with storage_errors(f"the store {self._root}"):
+        with storage_errors(f"the store {self._root}", store=self._root):
             write_whole(self._root / self._place, content)
 
     def _parse(self, entry: object) -> R | None:

@@ -190,7 +190,7 @@ class Store:
             return
         try:
             if not self.reuse:
-                with storage_errors(f"the folder {folder}"):
+                with storage_errors(f"the folder {folder}", store=self.root):
                     for entry in folder.iterdir():
                         shutil.rmtree(entry) if entry.is_dir() else entry.unlink()
             yield folder
@@ -480,8 +480,10 @@ class Store:
     def _storage_errors(self) -> contextlib.AbstractContextManager[None]:
         """Turn what the file system refuses into a message that names the store, and how to choose another."""
         if self._shared is not None:
-            return storage_errors(f"the cache {self.root} of the store {self.address}", "set ENGINESMITH_CACHE to")
-        return storage_errors(f"the store {self.root}", "give --store, or set ENGINESMITH_STORE to")
+            return storage_errors(
+                f"the cache {self.root} of the store {self.address}", "set ENGINESMITH_CACHE to", self.root
+            )
+        return storage_errors(f"the store {self.root}", "give --store, or set ENGINESMITH_STORE to", self.root)
 
 
 def _measure(folder: Path) -> int:

@@ -497,7 +497,8 @@ def test_a_disk_that_is_full_at_any_file_of_a_baseline_is_told_as_such(
         except StoreError as error:
             messages.append(str(error))
     assert len(messages) > 5
-    remedy = "free some space (`enginesmith cache prune --local --max-size 5GiB`) or choose another disk"
+    command = "`enginesmith cache prune --local --max-size 5GiB`, with --store if you gave one"
+    remedy = f"free some space ({command}) or choose another disk"
     assert set(messages) == {f"the baseline {target}: no space left on device\n  → {remedy}"}
 
 

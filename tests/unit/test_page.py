@@ -10,7 +10,8 @@ import pytest
 
 import pages
 import runs
-from enginesmith.pipeline.errors import UsageError
+from enginesmith.pipeline.commands.context import show_run
+from enginesmith.pipeline.errors import StoreError, UsageError
 from enginesmith.pipeline.report import files, run_tables, tables
 from enginesmith.pipeline.report.html import blocks, page
 from enginesmith.pipeline.report.html.blocks import Folded, Section, tables_in
@@ -223,6 +224,26 @@ def test_reports_that_cannot_be_written_are_told_of_and_leave_nothing(
     assert text.startswith("the reports were not written")
     assert text.endswith(f"the folder {tmp_path}: no space left on device")
     assert [path.name for path in tmp_path.iterdir()] == ["run.json"]
+
+
+@pytest.mark.parametrize("as_json", [False, True])
+def test_a_run_whose_reports_cannot_be_written_ends_with_1_after_its_results(
+    some: Run, tmp_path: Path, as_json: bool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    documents.write(some, tmp_path)
+
+    def full(descriptor: int) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with monkeypatch.context() as disk:
+        disk.setattr(os, "fsync", full)
+        with pytest.raises(StoreError, match=r"the reports could not be written: .*no space left on device") as caught:
+            show_run(some, tmp_path, as_json)
+    assert caught.value.exit_code == 1
+    assert f"then `enginesmith report {tmp_path}` writes them" in caught.value.remedy
+    assert (some.variants[0].id in capsys.readouterr().out) is not as_json, "two JSON documents cannot be read as one"
+    show_run(some, tmp_path, as_json)
+    assert not files.list_outdated(tmp_path, "run.json")
 
 
 def test_the_files_are_written_anew(some: Run, tmp_path: Path) -> None:

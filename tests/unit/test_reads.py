@@ -1,5 +1,6 @@
 """Test what steps read of the user's: changes are noticed, and a list is of use where a project lies elsewhere."""
 
+import errno
 import json
 import os
 import time
@@ -11,6 +12,7 @@ import numpy
 import pytest
 
 from enginesmith.pipeline.artifact import Effect, Kind, json_digest
+from enginesmith.pipeline.errors import StoreError
 from enginesmith.pipeline.execution.executor import StepCache
 from enginesmith.pipeline.passes.base import Progress
 from enginesmith.pipeline.planning.plan import Step, StepRef
@@ -236,6 +238,22 @@ def test_nothing_is_hashed_twice(reads: InputDependencies, tmp_path: Path, monke
         found = now(reads)
         assert found.identity == before.identity
     assert hashed == [weights]
+
+
+def test_on_a_full_disk_it_is_the_store_there_that_is_to_be_pruned(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = Store(tmp_path / "my store")
+
+    def refuse(*_: object, **__: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(inputs, "write_whole", refuse)
+    with pytest.raises(StoreError, match=f"cache prune --store '{tmp_path}/my store' --max-size"):
+        store.dependencies("x").record([], {})
+    monkeypatch.setattr(Path, "mkdir", refuse)
+    with pytest.raises(StoreError, match=f"cache prune --store '{tmp_path}/my store' --max-size"), store.workspace():
+        pass
 
 
 class Copy(Task):

@@ -46,10 +46,14 @@ def test_a_variant_without_the_batch_that_decides_is_not_shown_as_measured(failu
         ({"winner": None, "variants": (variant("tensorrt-fp32", status="built"),)}, {"max_drop": 0.01}, 0),
     ],
 )
-def test_a_run_without_a_winner_is_no_success(changes: dict[str, Any], budgets: dict[str, float], code: int) -> None:
+def test_a_run_without_a_winner_is_no_success(
+    changes: dict[str, Any], budgets: dict[str, float], code: int, tmp_path: Path
+) -> None:
     """Unless an engine is built that another machine measures."""
     recipe = make({"model": "digits", "budgets": budgets}, listed=True)
-    assert context.show_run(run(recipe=recipe, **changes), Path("run"), as_json=True) == code
+    ended = run(recipe=recipe, **changes)
+    runs.write(ended, tmp_path)
+    assert context.show_run(ended, tmp_path, as_json=True) == code
 
 
 def test_on_a_gpu_what_a_deployment_takes_comes_first() -> None:
