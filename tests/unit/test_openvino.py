@@ -279,6 +279,59 @@ def test_only_such_products_need_another_way_of_compiling(tmp_path: Path, text: 
     assert found == ({"SNIPPETS_MODE": "DISABLE"} if needed else {})
 
 
+REDUCED = "net (float[n, 8, 6] x) => (float[n, {size}] y) {{ {reduced} y = BatchNormalization(m, s, b, zero, one) }}"
+REDUCED_FEEDS = {"x": RNG.standard_normal((4, 8, 6), np.float32)}
+
+
+@pytest.mark.parametrize("low", [True, False])
+@pytest.mark.parametrize("reduced", ["ReduceMean", "ReduceMax", "ReduceMin", "ReduceSum", "ReduceL2"])
+@pytest.mark.parametrize(("axis", "size"), [(1, 6), (-1, 8)])
+def test_what_follows_a_reduction_is_computed_by_channels(
+    tmp_path: Path, axis: int, size: int, reduced: str, low: bool
+) -> None:
+    """OpenVINO would take the scales of rows: behind the last of three axes always, behind others in int8."""
+    given = {name: RNG.standard_normal(size, np.float32) for name in "sb"}
+    given |= {"zero": np.zeros(size, np.float32), "one": np.ones(size, np.float32), "axis": np.array([axis])}
+    text = REDUCED.format(size=size, reduced=f"m = {reduced} <keepdims = 0> (x, axis)")
+    if low:
+        text = text.replace("y = Batch", "z = Batch").replace(
+            " }", " q = QuantizeLinear(z, r, o) y = DequantizeLinear(q, r, o) }"
+        )
+        given |= {"r": np.float32(0.1), "o": np.uint8(128)}
+    model = parse_graph(text, **given)
+    artifact, _ = build(model, tmp_path)
+    wanted = run_model(model, REDUCED_FEEDS, optimized=False)["y"]
+    with OpenVINO().load(artifact, CPU) as session:
+        np.testing.assert_allclose(session.run(REDUCED_FEEDS)["y"], wanted, rtol=1e-4, atol=1e-4 + 0.1 * low)
+
+
+REDUCTIONS = """net (float[n, 8, 6] x) => (float[n, 8] y, float[6] z, int64 p) {
+    y = ReduceMean <keepdims = 0> (x, last)
+    k = ReduceMax <keepdims = 1> (x, last)
+    a = Add(x, k)
+    z = ReduceMin <keepdims = 0> (a, first)
+    s = Shape(x)
+    p = ReduceProd <keepdims = 0> (s)
+}"""
+
+
+def test_reductions_of_floats_keep_their_axes_and_outputs_their_names(tmp_path: Path) -> None:
+    model = parse_graph(REDUCTIONS, last=np.array([-1]), first=np.array([0, 1]))
+    artifact, _ = build(model, tmp_path)
+    graph = sessions.read_graph(artifact.path)
+    kept = {
+        node.get_friendly_name(): node.get_attributes()["keep_dims"]
+        for node in graph.get_ordered_ops()
+        if "Reduce" in node.get_type_name()
+    }
+    assert kept == {"y": True, "ReduceMax_1": True, "z": True, "p": False}
+    feeds = {"x": RNG.standard_normal((3, 8, 6), np.float32)}
+    with OpenVINO().load(artifact, CPU) as session:
+        found = session.run(feeds)
+    for name, wanted in run_model(model, feeds, optimized=False).items():
+        np.testing.assert_allclose(found[name], wanted, rtol=1e-5, atol=1e-6)
+
+
 BRANCHES = """<ir_version: 10, opset_import: ["" : 17]> g (float[n, 4] x, bool c) => (float[n, 4] y)
 { y = If (c) <then_branch = a () => (float[n, 4] p) { p = Relu(x) },
               else_branch = b () => (float[n, 4] q) { q = Neg(x) }> }"""

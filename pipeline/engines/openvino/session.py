@@ -50,6 +50,7 @@ def computes_in_bf16() -> bool:
     return "BF16" in core().get_property("CPU", "OPTIMIZATION_CAPABILITIES")
 
 
+_REDUCTIONS = frozenset(f"Reduce{word}" for word in ("L1", "L2", "Max", "Mean", "Min", "Prod", "Sum"))
 _SLICE_INPUTS = ("data", "start", "stop", "step", "axes")
 THREADS = "INFERENCE_NUM_THREADS"
 """Option that is tuned."""
@@ -85,7 +86,37 @@ def read_graph(path: Path) -> "openvino.Model":
     except (RuntimeError, MemoryError) as error:
         raise _load_error(error, path.name) from error
     _replace_lost_slices(graph)
+    _keep_reduced_axes(graph)
     return graph
+
+
+def _keep_reduced_axes(graph: "openvino.Model") -> None:
+    """Reduce with axes of size 1 left, and squeeze them out behind it.
+
+    OpenVINO 2026.4.1 computes element-wise operations as a part of the reduction before them, and takes the channels of
+    a result without these axes from the wrong axis: of a mean over tokens in int8, or over the last of three axes also
+    in floats (docs/precision.md).
+    """
+    from openvino import opset13
+
+    for node in graph.get_ordered_ops():
+        for body in _list_bodies(node):
+            _keep_reduced_axes(body)
+        if node.get_type_name() not in _REDUCTIONS or node.get_attributes()["keep_dims"]:
+            continue
+        value, axes = node.output(0), node.input_value(1)
+        known = axes.get_node().get_type_name() == "Constant" and axes.get_node().get_data().size
+        if not known or not value.get_element_type().is_real():
+            continue
+        readers, names = value.get_target_inputs(), value.get_names()
+        node.set_attribute("keep_dims", True)
+        node.validate_and_infer_types()
+        value.set_names(set())
+        squeezed = opset13.squeeze(value, axes, name=f"{node.get_friendly_name()}/squeezed").output(0)
+        squeezed.set_names(names)
+        for reader in readers:
+            reader.replace_source_output(squeezed)
+    graph.validate_nodes_and_infer_types()
 
 
 def _replace_lost_slices(graph: "openvino.Model") -> None:

@@ -72,3 +72,23 @@ def _chain(added: str) -> onnx.ModelProto:
 )
 def column_as_row() -> Graphs:
     return Graphs(_chain("y = Add(c, p)"), _chain("m = Mul(c, first) y = Add(m, p)"))
+
+
+@known_bug(
+    "docs/precision.md",
+    "a mean without its axis is scaled by the factor of its row in the batch, instead of that of its channel",
+    "openvino",
+    "2026.4.1",
+    affected=">=2026.4",
+    probe=probes.differs(probes.run_openvino, probes.evaluate),
+    guard="pipeline/engines/openvino/session.py",
+)
+def scale_of_the_row() -> Graphs:
+    head = "(float[N,16,6] x) => (float[N,16] y) <int64[1] zero = {0}, int64[1] one = {1}, int64[1] last = {2}>"
+    scales = numpy_helper.from_array(np.arange(1, 17, dtype=np.float32), "s")
+    mean = "m = ReduceMean<keepdims=0>(x, last)"
+    rows = "n = Shape<start=0, end=1>(x) r = Slice(s, zero, n) c = Unsqueeze(r, one)"
+    return Graphs(
+        graph(f"{head} {{ {mean} y = Mul(m, s) }}", 18, scales),
+        graph(f"{head} {{ {mean} {rows} y = Mul(m, c) }}", 18, scales),
+    )
