@@ -30,6 +30,11 @@ LONG_TAIL = 20.0
 """p99 over p50 from which the report explains the tail."""
 _SLOWEST = 0.01
 """Share of calls that are slower than p99: if more than these waited for a core, that may be why."""
+_LOWERING = ("precision", "quantize")
+"""Steps that make the graph in a low precision that an engine computes."""
+_SUSPECT_DB, _SUSPECT_LOSS_DB = 25.0, 10.0
+"""An engine is suspect below this SQNR, if its graph's is higher by more than the second: ties that are rounded the
+other way, and sums that saturate without VNNI, cost less."""
 _DISTURBED = "p50 with ~: other programs disturbed most of its calls; on a quiet machine it may be much lower"
 SYNTHETIC = "* calibrated on random data: speed and memory are valid, accuracy is not"
 
@@ -315,7 +320,29 @@ def list_warnings(run: Run) -> list[str]:
     """List what the machine and the run warn of."""
     machine = map(str, run.environment.get("warnings", ()))
     first = [*_warn_of_labels(run), *_warn_of_fixed_batch(run), *_describe_float64(run)]
-    return [*machine, *first, *_describe_rounding(run), *_describe_sets(run), *_list_fallbacks(run), *run.model.notes]
+    fidelity = [*_warn_of_engines(run), *_describe_rounding(run), *_describe_sets(run)]
+    return [*machine, *first, *fidelity, *_list_fallbacks(run), *run.model.notes]
+
+
+def _warn_of_engines(run: Run) -> Iterator[str]:
+    """Warn of engines that are much further from the model than the graph in a low precision that they compute."""
+    for record in run.requested:
+        graphs = dict[tuple[str, int], float]()
+        losses = list[tuple[float, float, float]]()
+        for entry in record.fidelity if record.status != "failed" else ():
+            place, found = (entry.point, entry.batch), entry.sqnr_db
+            graph = graphs.pop(place, None)
+            if found is not None and entry.stage.partition("-")[0] in _LOWERING:
+                graphs[place] = found
+            elif found is not None and graph and found < min(_SUSPECT_DB, graph - _SUSPECT_LOSS_DB):
+                losses.append((graph - found, graph, found))
+        if losses:
+            _, right, engine = max(losses)
+            yield (
+                f"{mark_name(record)} is suspect: its graph in {record.precision} has an SQNR of {right:.1f} dB, and "
+                f"its engine {engine:.1f} dB: the engine computes a part of it otherwise; `enginesmith prosecute` of "
+                "this run and variant looks for the part"
+            )
 
 
 def _describe_rounding(run: Run) -> Iterator[str]:
@@ -505,6 +532,6 @@ def _describe_missing_references(run: Run) -> Iterator[str]:
 def list_notes(run: Run) -> list[str]:
     """List what to know before believing the numbers, the most important first."""
     first = [*_warn_of_labels(run), *_warn_of_fixed_batch(run), *_describe_float64(run)]
-    first += [*_describe_rounding(run), *_describe_sets(run)]
+    first += [*_warn_of_engines(run), *_describe_rounding(run), *_describe_sets(run)]
     warnings = map(str, run.environment.get("warnings", ()))
     return [*first, *run.model.notes, *describe_noise(run), *warnings, *_describe_missing_references(run)]
