@@ -107,6 +107,7 @@ class Codes(Model):
     [
         (Model(**TEXT), ["input_ids:int64:batch,sequence", "bbox:int64:batch,sequence,4"]),
         (Pictures(image_size=6, num_channels=1), ["pixel_values:float32:batch,1,6,6"]),
+        (Pictures(image_size=6, num_channels=1, num_frames=4), ["pixel_values:float32:batch,4,1,6,6"]),
         (
             Towers(vision_config=VISION, **TEXT),
             [

@@ -226,9 +226,12 @@ def _make_tokens(name: str, config: Any, dimension: str) -> Example:
 
 
 def _make_pictures(config: Any) -> Example:
+    """Make pictures, or videos of as many as the configuration names: its ``num_frames``."""
     size = _find_field(config, "image_size", _PIXELS)
     height, width = (size, size) if isinstance(size, int) else tuple(size)
-    return _draw("pixel_values", (BATCH, _find_field(config, "num_channels", _CHANNELS), height, width))
+    frames = _find_field(config, "num_frames", None)
+    shape = (_find_field(config, "num_channels", _CHANNELS), height, width)
+    return _draw("pixel_values", (BATCH, *([frames] if frames else []), *shape))
 
 
 def _make_patches(config: Any) -> Example:
