@@ -11,7 +11,10 @@ import torch
 
 from enginesmith.pipeline.errors import ExportError, ModelError
 from enginesmith.pipeline.frameworks.onnx import edit, evaluator, model_file
-from enginesmith.pipeline.passes.export import agreement, export
+from enginesmith.pipeline.passes import passes_for
+from enginesmith.pipeline.passes.export import agreement, export, sizes
+from enginesmith.pipeline.recipe import make
+from enginesmith.pipeline.tensors import ShapeRange
 from exporting import exported, loaded
 
 
@@ -103,7 +106,7 @@ def test_a_program_that_fails_at_a_size_is_not_said_to_be_wrong_there(monkeypatc
 
     model = loaded(torch.nn.Identity(), {"x": torch.ones(2, 8)}, {"x": ("batch", 8)}, ["y:float32:batch,8"])
     program: Any = types.SimpleNamespace(_guards_code=["L['x'].size()[0] != 1"], module=lambda check_guards: fail)
-    words = export.widen_program(program, model)[2]
+    words = sizes.describe_limits(export.widen_program(program, model, {})[2])
     assert words.startswith("captured where batch != 1: with batch = 1, PyTorch's own program fails, so other sizes")
 
 
@@ -113,8 +116,72 @@ def test_sizes_that_are_sums_are_whole_in_what_a_program_takes_for_granted(monke
         torch.nn.Identity(), {"x": torch.ones(2, 5)}, {"x": ("batch", "length+1")}, ["y:float32:batch,length+1"]
     )
     program: Any = types.SimpleNamespace(_guards_code=["2*L['x'].size()[1] != 8"], module=lambda check_guards: fail)
-    words = export.widen_program(program, model)[2]
+    words = sizes.describe_limits(export.widen_program(program, model, {})[2])
     assert words.startswith("captured where 2*(length+1) != 8: with length = 3,")
+
+
+class Padded(torch.nn.Module):
+    """Fill up a picture to multiples of four, as FocalNet does."""
+
+    def forward(self, x: Any) -> Any:
+        height, width = x.shape[2:]
+        if width % 4:
+            x = torch.nn.functional.pad(x, (0, 4 - width % 4))
+        if height % 4:
+            x = torch.nn.functional.pad(x, (0, 0, 0, 4 - height % 4))
+        return torch.nn.functional.avg_pool2d(x, 4).mean((2, 3))
+
+
+@pytest.mark.parametrize(
+    ("shapes", "refused"),
+    [
+        ({"height": "4:8:12", "width": "4:8:12"}, "height = 7 or width = 7"),
+        ({"height": "4:8:12"}, "height = 7"),
+        ({"height": "11:12:20", "width": "8:8:8"}, "height = 11"),
+        ({"height": "8:8:8", "width": "8"}, ""),
+        ({"batch": "1:2:4"}, ""),
+        ({}, ""),
+    ],
+)
+def test_a_graph_that_is_wrong_within_a_range_is_refused(tmp_path: Path, shapes: dict[str, str], refused: str) -> None:
+    """Every size that decides is named, with one that the range has where there is one."""
+    ranges = {name: ShapeRange.parse(text) for name, text in shapes.items()}
+    dims = ("batch", 3, "height", "width")
+    model = loaded(Padded(), {"x": torch.randn(2, 3, 8, 8)}, {"x": dims}, ["y:float32:batch,3"])
+    if not refused:
+        (note,) = exported(tmp_path, model, ranges=ranges).notes
+        words = "right only where (height % 4) == 0 and (width % 4) == 0: with height = 7 or width = 7, the module"
+        assert words in note
+        assert note.endswith("or fix the size: --input x:float32:batch,3,8,8")
+        return
+    with pytest.raises(ExportError) as error:
+        exported(tmp_path, model, ranges=ranges)
+    spans = " ".join(f"--shape {name}={ranges[name]}" for name in ranges if f"{name} =" in refused)
+    said = f": with {refused}, the module answers otherwise, and {spans} has such sizes"
+    assert error.value.message.endswith(said)
+    size = ",".join("8" if f"{name} =" in refused else name for name in ("height", "width"))
+    assert error.value.remedy.startswith(f"fix the size: --input x:float32:batch,3,{size}; or")
+
+
+def test_what_is_known_wrong_is_refused_by_the_ranges_of_a_recipe() -> None:
+    recipe = make({"model": "digits", "shapes": {"height": "4:8:12"}})
+    (step,) = [step for step in passes_for("graph", recipe, "torch") if isinstance(step, export.Export)]
+    assert step.ranges == recipe.ranges
+
+
+@pytest.mark.parametrize("right", [True, False])
+def test_a_size_at_which_the_program_alone_fails_is_tried_on_the_graph(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, right: bool
+) -> None:
+    module = torch.nn.Linear(4, 4)
+    model = loaded(module, {"x": torch.ones(2, 4)}, {"x": ("batch", 4)}, ["y:float32:batch,4"])
+    limit = sizes.SizeLimit("batch != 1", "batch", {"batch": 1 if right else 0}, "fails")
+    translate = export._translate_widely
+    monkeypatch.setattr(export, "_translate_widely", lambda *given: (translate(*given)[0], (limit,)))
+    if not right:
+        monkeypatch.setattr(export, "differs_at", lambda *given: True)
+    notes = exported(tmp_path, model).notes
+    assert [note.partition(":")[0] for note in notes] == ([] if right else ["the graph is captured where batch != 1"])
 
 
 @pytest.mark.parametrize(("dims", "advice"), [(("batch", "length"), "batch,8"), (("rows", "length"), "9,8")])

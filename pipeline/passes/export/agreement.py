@@ -104,7 +104,7 @@ def find_trace_fault(path: Path, loaded: "LoadedModel") -> Literal["", "example"
     differs = functools.partial(_differs, path, loaded)
     if differs(loaded.example):
         return "example"
-    if any(differs(_resize(loaded, sizes)) for sizes in _list_other_sizes(loaded.dynamic_sizes)):
+    if any(differs_at(path, loaded, sizes) for sizes in _list_other_sizes(loaded.dynamic_sizes)):
         return "sizes"
     for factor in (-1.0, 8.0, 0.0):
         feeds = {name: value * factor if value.is_floating_point() else value for name, value in loaded.example.items()}
@@ -117,7 +117,16 @@ def find_fixed_sizes(path: Path, loaded: "LoadedModel") -> dict[str, int]:
     """Find the dynamic dimensions along which, changed alone, a trace differs; with their sizes in the example."""
     example = loaded.dynamic_sizes
     trials = [(name, {**example, name: sizes[name]}) for sizes in _list_other_sizes(example) for name in example]
-    return {name: example[name] for name, sizes in trials if _differs(path, loaded, _resize(loaded, sizes))}
+    return {name: example[name] for name, sizes in trials if differs_at(path, loaded, sizes)}
+
+
+def differs_at(path: Path, loaded: "LoadedModel", sizes: Mapping[str, int]) -> bool:
+    """Tell whether a file answers otherwise than its module at these sizes, or cannot answer.
+
+    Raises:
+        MissingCapability: ONNX Runtime is not installed.
+    """
+    return _differs(path, loaded, _resize(loaded, sizes))
 
 
 def _differs(path: Path, loaded: "LoadedModel", feeds: "Mapping[str, Tensor]") -> bool:

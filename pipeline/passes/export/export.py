@@ -5,16 +5,23 @@ import dataclasses
 import logging
 import tempfile
 import warnings
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self
+
+from pydantic import Field
 
 from enginesmith.pipeline.artifact import Artifact, Effect, Kind
 from enginesmith.pipeline.errors import ExportError, MissingCapability
 from enginesmith.pipeline.frameworks.onnx import edit, evaluator, ir, model_file
 from enginesmith.pipeline.frameworks.onnx.processing import extend
 from enginesmith.pipeline.passes.base import Pass, PrecisionRequest, Progress, Records, Stage
-from enginesmith.pipeline.passes.export.agreement import find_fixed_sizes, find_other_sizes, find_trace_fault
+from enginesmith.pipeline.passes.export.agreement import (
+    differs_at,
+    find_fixed_sizes,
+    find_other_sizes,
+    find_trace_fault,
+)
 from enginesmith.pipeline.passes.export.attention import decompose_attention, raise_masks, spread_masks
 from enginesmith.pipeline.passes.export.failures import (
     FAILURES,
@@ -29,9 +36,16 @@ from enginesmith.pipeline.passes.export.failures import (
 )
 from enginesmith.pipeline.passes.export.int64 import compare_whole_numbers
 from enginesmith.pipeline.passes.export.optimizer import optimize_graph
-from enginesmith.pipeline.passes.export.sizes import COMPARISONS, find_program_fault, find_size_limit, list_neighbors
+from enginesmith.pipeline.passes.export.sizes import (
+    COMPARISONS,
+    SizeLimit,
+    describe_limits,
+    find_program_fault,
+    find_size_limits,
+    list_neighbors,
+)
 from enginesmith.pipeline.passes.opset import convert_opset
-from enginesmith.pipeline.tensors import is_sum
+from enginesmith.pipeline.tensors import ShapeRange, is_sum
 from enginesmith.pipeline.units import AddedOption
 
 if TYPE_CHECKING:
@@ -57,17 +71,19 @@ class Export(Pass):
     consumes: ClassVar[Kind] = "torch"
     tools: ClassVar[tuple[str, ...]] = ("torch", "onnx", "onnx-ir", "onnxscript")
     stage: ClassVar[Stage] = "graph"
-    reads: ClassVar[tuple[str, ...]] = ("export",)
+    reads: ClassVar[tuple[str, ...]] = ("export", "ranges")
 
     opset: int = 23
     exporter: Literal["auto", "dynamo", "torchscript"] = "auto"
     attention: Literal["fused", "decomposed"] = "fused"
     external_data_bytes: int = edit.EXTERNAL_DATA_BYTES
+    ranges: dict[str, ShapeRange] = Field(default_factory=dict)
+    """Sizes that somebody asked for: a graph that is known to be wrong at some of them is refused."""
 
     @classmethod
     def requested(cls, options: Mapping[str, Any], request: PrecisionRequest) -> Iterable[Self]:
         """Make the export of a module."""
-        return (cls(**options["export"].model_dump()),)
+        return (cls(**options["export"].model_dump(), ranges=options["ranges"]),)
 
     def list_other_options(self) -> Iterator[tuple[AddedOption, Pass]]:
         """List simpler operators for attention, the other exporters, and an older opset."""
@@ -128,7 +144,7 @@ def _capture(
         if failures and isinstance(failures[0], FixedDimension) and not _runs_elsewhere(loaded, failures[0]):
             break
         try:
-            model, notes = make(loaded, out, options.opset, progress)
+            model, notes = make(loaded, out, options, progress)
             _name_values(model, loaded.signature)
         except ExportError as error:
             failures.append(error)
@@ -241,19 +257,22 @@ def _limit_opset(model: "ir.Model", opset: int) -> tuple[int, list[str]]:
     return limit, [f"opset {limit}, not {opset}: not all engines have a kernel for its {' and '.join(late)}"]
 
 
-def _export_program(loaded: "LoadedModel", _: Path, opset: int, progress: Progress) -> tuple["ir.Model", list[str]]:
+def _export_program(
+    loaded: "LoadedModel", out: Path, options: Export, progress: Progress
+) -> tuple["ir.Model", list[str]]:
     """Export through ``torch.export``; return notes on the sizes that the graph is not for, too.
 
     Raises:
-        FixedDimension: a dynamic dimension would come out fixed.
+        FixedDimension: a dynamic dimension would come out fixed, or the graph is wrong at sizes that were asked for.
         ExportError: any other reason; names operator and line.
     """
     progress("capturing the graph with torch.export")
-    program, words = _translate_widely(loaded, opset, progress)
+    opset, ranges = options.opset, options.ranges
+    program, limits = _translate_widely(loaded, opset, ranges, progress)
     limit, notes = _limit_opset(program.model, opset)
     if limit < opset:
         opset = limit
-        program, words = _translate_widely(loaded, opset, progress)
+        program, limits = _translate_widely(loaded, opset, ranges, progress)
     progress("folding constants")
     try:
         optimize_graph(program.model)
@@ -261,13 +280,58 @@ def _export_program(loaded: "LoadedModel", _: Path, opset: int, progress: Progre
         raise ExportError(f"onnxscript cannot optimize the exported graph: {name_root(error)}", REMEDY) from error
     if program.model.opset_imports[""] != opset:
         raise ExportError(f"the graph cannot be converted to opset {opset}", "use opset 18 or newer")
-    return program.model, [*notes, f"the graph is {words}"] if words else notes
+    limits = _try_graph(program.model, loaded, limits, out)
+    _refuse_wrong_sizes(limits, loaded, ranges)
+    return program.model, [*notes, f"the graph is {write_limits(limits, loaded)}"] if limits else notes
 
 
-def _translate_widely(loaded: "LoadedModel", opset: int, progress: Progress) -> tuple["ONNXProgram", str]:
+def _try_graph(
+    model: "ir.Model", loaded: "LoadedModel", limits: Sequence[SizeLimit], out: Path
+) -> tuple[SizeLimit, ...]:
+    """Try a graph at the sizes at which its program fails, and leave out those at which the graph is right."""
+    if all(limit.fault == "wrong" for limit in limits):
+        return tuple(limits)
+    with tempfile.TemporaryDirectory(dir=out) as folder:
+        _name_values(model, loaded.signature)
+        edit.save(model, Path(folder), edit.EXTERNAL_DATA_BYTES)
+        path = Path(folder, edit.FILE)
+        try:
+            faults = [limit.fault == "wrong" or differs_at(path, loaded, limit.sizes) for limit in limits]
+        except MissingCapability:
+            return tuple(limits)
+    return tuple(limit for limit, fault in zip(limits, faults, strict=True) if fault)
+
+
+def _refuse_wrong_sizes(limits: Sequence[SizeLimit], loaded: "LoadedModel", ranges: Mapping[str, ShapeRange]) -> None:
+    """Refuse a graph that is wrong at sizes that were asked for.
+
+    Raises:
+        FixedDimension: it is; what another exporter traces keeps the same path through the code.
+    """
+    wrong = [limit for limit in limits if limit.breaks_in(ranges)]
+    if wrong:
+        spans = " ".join(f"--shape {limit.symbol}={ranges[limit.symbol]}" for limit in wrong)
+        fixed = write_inputs(loaded, {limit.symbol: loaded.dynamic_sizes[limit.symbol] for limit in wrong})
+        error = FixedDimension(
+            f"the graph is {describe_limits(wrong)}, and {spans} has such sizes",
+            f"fix the size: {fixed}; or give a range without such sizes",
+        )
+        error.runs_elsewhere = False
+        raise error
+
+
+def write_limits(limits: Sequence[SizeLimit], loaded: "LoadedModel") -> str:
+    """Say where a graph is right, and how to fix the sizes; empty for no limits."""
+    sizes = {limit.symbol: loaded.dynamic_sizes[limit.symbol] for limit in limits}
+    return f"{describe_limits(limits)}; or fix the size: {write_inputs(loaded, sizes)}" if limits else ""
+
+
+def _translate_widely(
+    loaded: "LoadedModel", opset: int, ranges: Mapping[str, ShapeRange], progress: Progress
+) -> tuple["ONNXProgram", tuple[SizeLimit, ...]]:
     """Translate a module, captured at other sizes than the example's where those decide a path through its code.
 
-    Returns the translation, and what it takes for granted about sizes, as :func:`widen_program` does.
+    Returns the translation, and what it takes for granted about sizes.
 
     Raises:
         ExportError, FixedDimension: as :func:`capture_widely` does.
@@ -276,26 +340,26 @@ def _translate_widely(loaded: "LoadedModel", opset: int, progress: Progress) -> 
         program = _translate(loaded, opset)
     except FixedDimension as error:
         progress("capturing the graph at other sizes, as those of the example fix some")
-        if (moved := _capture_elsewhere(loaded, error)) is None:
+        if (moved := _capture_elsewhere(loaded, error, ranges)) is None:
             raise
-        _, widened, words = moved
-        return _translate(widened, opset), words
+        _, widened, limits = moved
+        return _translate(widened, opset), limits
     assert program.exported_program is not None
     decides = any(node.target in COMPARISONS for node in program.exported_program.graph.nodes)
     neighbors = list_neighbors(loaded)
     beside = neighbors != loaded.dynamic_sizes  # else the verification tries the same
     if not decides and not (beside and find_program_fault(program.exported_program, loaded, neighbors)):
-        return program, ""
+        return program, ()
     progress("looking for sizes that the module decides by")
     try:
         captured = capture_program(loaded)  # once more, as torch.onnx drops the guards
     except ExportError:
-        return program, ""
-    _, widened, words = widen_program(captured, loaded)
+        return program, ()
+    _, widened, limits = widen_program(captured, loaded, ranges)
     if widened is not loaded:
         progress("capturing the graph at other sizes, where it is right at all")
         program = _translate(widened, opset)
-    return program, words
+    return program, limits
 
 
 def _translate(loaded: "LoadedModel", opset: int) -> "ONNXProgram":
@@ -334,7 +398,7 @@ def _translate(loaded: "LoadedModel", opset: int) -> "ONNXProgram":
 def capture_widely(loaded: "LoadedModel") -> tuple["ExportedProgram", str]:
     """Capture a module as a program, at other sizes than the example's where those decide a path through its code.
 
-    Returns the program, and what it takes for granted about sizes, as :func:`widen_program` does.
+    Returns the program, and what it takes for granted about sizes: empty where nothing is found.
 
     Raises:
         ExportError: it cannot be captured; FixedDimension where a dynamic dimension would come out fixed.
@@ -342,12 +406,12 @@ def capture_widely(loaded: "LoadedModel") -> tuple["ExportedProgram", str]:
     try:
         program = capture_program(loaded)
     except FixedDimension as error:
-        if (moved := _capture_elsewhere(loaded, error)) is None:
+        if (moved := _capture_elsewhere(loaded, error, {})) is None:
             raise
-        program, _, words = moved
+        program, _, limits = moved
     else:
-        program, _, words = widen_program(program, loaded)
-    return program, words
+        program, _, limits = widen_program(program, loaded, {})
+    return program, write_limits(limits, loaded)
 
 
 def _runs_elsewhere(loaded: "LoadedModel", failure: FixedDimension) -> bool:
@@ -358,8 +422,8 @@ def _runs_elsewhere(loaded: "LoadedModel", failure: FixedDimension) -> bool:
 
 
 def _capture_elsewhere(
-    loaded: "LoadedModel", failure: FixedDimension
-) -> tuple["ExportedProgram", "LoadedModel", str] | None:
+    loaded: "LoadedModel", failure: FixedDimension, ranges: Mapping[str, ShapeRange]
+) -> tuple["ExportedProgram", "LoadedModel", tuple[SizeLimit, ...]] | None:
     """Capture a module at other sizes than the example's, at which the program has to be right, too.
 
     ``if height == width == 224`` is true of an example, and fixes what may be any size elsewhere. Returns what
@@ -370,9 +434,9 @@ def _capture_elsewhere(
     if sizes is not None:
         moved = _move_example(loaded, sizes)
         with contextlib.suppress(ExportError):
-            program, moved, words = widen_program(capture_program(moved), moved)
+            program, moved, limits = widen_program(capture_program(moved), moved, ranges)
             if not find_program_fault(program, loaded, loaded.dynamic_sizes):
-                return program, moved, words
+                return program, moved, limits
     return None
 
 
@@ -383,30 +447,33 @@ def _move_example(loaded: "LoadedModel", sizes: Mapping[str, int]) -> "LoadedMod
     return dataclasses.replace(loaded, example=example, answers=())
 
 
-def widen_program(program: "ExportedProgram", loaded: "LoadedModel") -> tuple["ExportedProgram", "LoadedModel", str]:
+def widen_program(
+    program: "ExportedProgram", loaded: "LoadedModel", ranges: Mapping[str, ShapeRange]
+) -> tuple["ExportedProgram", "LoadedModel", tuple[SizeLimit, ...]]:
     """Capture a module again where its program is wrong at some size, if the path taken there is right at all sizes.
 
     A path that fills up a length to a multiple also holds for the multiples, which take a path without.
 
     Returns the program; the model with the example that it was captured with; and what the program takes for granted
-    about sizes, with one at which it is wrong: empty where none is found.
+    about sizes, with some at which it is wrong, within the ranges if it can be: empty where none is found.
 
     Raises:
         FixedDimension: of a dynamic dimension, it takes about the example's size alone.
     """
-    limit = find_size_limit(program, loaded)
-    if limit is None:
-        return program, loaded, ""
-    other = _move_example(loaded, limit.sizes)
+    limits = tuple(find_size_limits(program, loaded, ranges))
+    if not limits:
+        return program, loaded, ()
+    changed = {limit.symbol: limit.sizes[limit.symbol] for limit in limits}
+    other = _move_example(loaded, {**loaded.dynamic_sizes, **changed})
     with contextlib.suppress(ExportError):
         again = capture_program(other)
-        if find_size_limit(again, other) is None and not find_program_fault(again, loaded, loaded.dynamic_sizes):
-            return again, other, ""
-    if limit.fixed:
-        sizes = {word: loaded.dynamic_sizes[word] for word in limit.fixed}
-        raise FixedDimension(f"the graph is {limit.words}", advise_fixed(loaded, sizes))
-    moved = {word: size for word, size in loaded.dynamic_sizes.items() if limit.sizes[word] != size}
-    return program, loaded, f"{limit.words}; or fix the size: {write_inputs(loaded, moved)}"
+        others = next(find_size_limits(again, other, ranges), None)
+        if others is None and not find_program_fault(again, loaded, loaded.dynamic_sizes):
+            return again, other, ()
+    if fixed := [limit for limit in limits if limit.fixed]:
+        sizes = {limit.symbol: loaded.dynamic_sizes[limit.symbol] for limit in fixed}
+        raise FixedDimension(f"the graph is {describe_limits(fixed)}", advise_fixed(loaded, sizes))
+    return program, loaded, limits
 
 
 def capture_program(loaded: "LoadedModel") -> "ExportedProgram":
@@ -475,7 +542,7 @@ def _check_inputs(shapes: Iterable[Iterable[Any]], loaded: "LoadedModel") -> Non
                 )
 
 
-def _trace(loaded: "LoadedModel", out: Path, opset: int, progress: Progress) -> tuple["ir.Model", list[str]]:
+def _trace(loaded: "LoadedModel", out: Path, options: Export, progress: Progress) -> tuple["ir.Model", list[str]]:
     """Export by tracing; the file passes through a folder below ``out``.
 
     Raises:
@@ -496,7 +563,7 @@ def _trace(loaded: "LoadedModel", out: Path, opset: int, progress: Progress) -> 
                     _make_example(loaded),
                     str(path),
                     dynamo=False,
-                    opset_version=min(opset, _TORCHSCRIPT_NEWEST_OPSET),
+                    opset_version=min(options.opset, _TORCHSCRIPT_NEWEST_OPSET),
                     input_names=[spec.name for spec in inputs],
                     output_names=[spec.name for spec in outputs],
                     dynamic_axes=axes,
@@ -507,7 +574,7 @@ def _trace(loaded: "LoadedModel", out: Path, opset: int, progress: Progress) -> 
         model = edit.load(path)
         ir.external_data.load_to_model(model)
     edit.infer_shapes(model)  # the trace has no types
-    limit, notes = _limit_opset(model, opset)
+    limit, notes = _limit_opset(model, options.opset)
     convert_opset(model, limit)
     return model, notes
 

@@ -10,12 +10,12 @@ import math
 import operator
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from types import CodeType
 from typing import TYPE_CHECKING
 
 from enginesmith.pipeline.passes.export.agreement import Fault, find_fault, to_array
-from enginesmith.pipeline.tensors import BATCH, Array, Feeds, is_sum
+from enginesmith.pipeline.tensors import BATCH, Array, Feeds, ShapeRange, is_sum
 
 if TYPE_CHECKING:
     from torch.export import ExportedProgram
@@ -35,19 +35,51 @@ _SIZE = re.compile(r"L\['\w+'\](?:\[(\d+)\])?\.size\(\)\[(\d+)\]")
 
 @dataclass(frozen=True)
 class SizeLimit:
-    """Hold a condition on sizes that a program takes for granted, with a size at which it is wrong or fails."""
+    """Hold a condition on a size that a program takes for granted, and a size at which it is wrong or fails."""
 
-    words: str
+    condition: str
+    symbol: str
+    """The dynamic dimension that was changed."""
     sizes: Mapping[str, int]
-    """Sizes at which it is wrong or fails."""
-    fixed: tuple[str, ...] = ()
-    """Dynamic dimensions of which the program takes about the example's size alone."""
+    """All sizes of the trial: the example's but for the one that was changed."""
+    fault: Fault
+    fixed: bool = False
+    """True where the program takes about the example's size alone."""
+
+    @property
+    def change(self) -> str:
+        """Write the size that was changed: ``height = 63``."""
+        return f"{self.symbol} = {self.sizes[self.symbol]}"
+
+    def breaks_in(self, ranges: Mapping[str, ShapeRange]) -> bool:
+        """Tell whether the program is wrong at a size within these ranges."""
+        span = ranges.get(self.symbol)
+        return self.fault == "wrong" and span is not None and span.min <= self.sizes[self.symbol] <= span.max
 
 
-def find_size_limit(program: "ExportedProgram", loaded: "LoadedModel") -> SizeLimit | None:
-    """Find a size at which the program answers otherwise than its module, or fails; None where there is none.
+def describe_limits(limits: Sequence[SizeLimit]) -> str:
+    """Say where a graph is right, and with which sizes it is not; empty for no limits."""
+    parts: list[str] = []
+    if wrong := [limit for limit in limits if limit.fault == "wrong"]:
+        parts.append(f"right only where {_join_limits(wrong)}, the module answers otherwise")
+    if failing := [limit for limit in limits if limit.fault == "fails"]:
+        fails = f"captured where {_join_limits(failing)}, PyTorch's own program fails"
+        others = "other sizes than those of --shape and --batch, which are compared, may be wrong"
+        parts.append(fails if all(limit.fixed for limit in failing) else f"{fails}, so {others}")
+    return "; and ".join(parts)
 
-    Where a dimension is fixed, others that are fixed, too, are named with it.
+
+def _join_limits(limits: Sequence[SizeLimit]) -> str:
+    conditions = dict.fromkeys(limit.condition for limit in limits)
+    return f"{' and '.join(conditions)}: with {' or '.join(limit.change for limit in limits)}"
+
+
+def find_size_limits(
+    program: "ExportedProgram", loaded: "LoadedModel", ranges: Mapping[str, ShapeRange]
+) -> Iterator[SizeLimit]:
+    """Find a size of each dimension at which the program answers otherwise than its module, or fails, if there is one.
+
+    Sizes within the ranges are tried first.
     """
     names = [spec.shape for spec in loaded.signature.inputs]
 
@@ -55,35 +87,13 @@ def find_size_limit(program: "ExportedProgram", loaded: "LoadedModel") -> SizeLi
         return f"({dim})" if is_sum(dim := names[int(size[1] or 0)][int(size[2])]) else str(dim)
 
     guards = [_SIZE.sub(name, guard) for guard in program._guards_code]
-    first: SizeLimit | None = None
-    for symbol in loaded.dynamic_sizes:
-        limit = _find_limit_along(program, loaded, guards, symbol)
-        if limit and first is None:
-            if not limit.fixed:
-                return limit
-            first = limit
-        elif limit and first:
-            first = replace(first, fixed=(*first.fixed, *limit.fixed))
-    return first
-
-
-def _find_limit_along(
-    program: "ExportedProgram", loaded: "LoadedModel", guards: Sequence[str], symbol: str
-) -> SizeLimit | None:
-    """Find a size of one dimension at which the program is wrong or fails."""
     example = loaded.dynamic_sizes
-    for size, broken in _list_trials(guards, loaded, symbol):
-        sizes = {**example, symbol: size}
-        fault = find_program_fault(program, loaded, sizes)
-        fixed = (symbol,) if fault and _fixes(broken, example, symbol) else ()
-        if fault == "wrong":
-            words = f"right only where {broken}: with {symbol} = {size}, the module answers otherwise"
-            return SizeLimit(words, sizes, fixed)
-        if fault:
-            fails = f"captured where {broken}: with {symbol} = {size}, PyTorch's own program fails"
-            others = "other sizes than those of --shape and --batch, which are compared, may be wrong"
-            return SizeLimit(fails if fixed else f"{fails}, so {others}", sizes, fixed)
-    return None
+    for symbol in example:
+        for size, broken in _list_trials(guards, loaded, symbol, ranges.get(symbol)):
+            sizes = {**example, symbol: size}
+            if fault := find_program_fault(program, loaded, sizes):
+                yield SizeLimit(broken, symbol, sizes, fault, _fixes(broken, example, symbol))
+                break
 
 
 def find_program_fault(program: "ExportedProgram", loaded: "LoadedModel", sizes: Mapping[str, int]) -> Fault:
@@ -103,10 +113,13 @@ def list_neighbors(loaded: "LoadedModel") -> dict[str, int]:
     return {word: size - (word != BATCH and size > 1) for word, size in loaded.dynamic_sizes.items()}
 
 
-def _list_trials(guards: Sequence[str], loaded: "LoadedModel", symbol: str) -> Iterator[tuple[int, str]]:
-    """List sizes of a dimension at which a guard breaks, the nearest first, each with the first guard that does.
+def _list_trials(
+    guards: Sequence[str], loaded: "LoadedModel", symbol: str, span: ShapeRange | None
+) -> Iterator[tuple[int, str]]:
+    """List sizes of a dimension at which a guard breaks, each with the first guard that does.
 
-    One that is much larger is the last, if a guard breaks there that breaks at none of the others: of ``split(128)``.
+    Those within the range come first, then the nearest. One that is much larger is the last, if a guard breaks
+    there that breaks at none of the others: of ``split(128)``.
     """
     example, specs = loaded.dynamic_sizes, loaded.signature.inputs
     given = example[symbol]
@@ -114,11 +127,18 @@ def _list_trials(guards: Sequence[str], loaded: "LoadedModel", symbol: str) -> I
     def list_broken(guards: Iterable[str], size: int) -> list[str]:
         return [guard for guard in guards if not _holds(guard, {**example, symbol: size})]
 
-    nearest = sorted(range(1, max(_LARGEST_TRIED, 2 * given) + 1), key=lambda size: abs(size - given))
+    def order(size: int) -> tuple[bool, int]:
+        return span is not None and not span.min <= size <= span.max, abs(size - given)
+
+    largest = max(_LARGEST_TRIED, 2 * given)
+    tried = set(range(1, largest + 1))
+    if span is not None:
+        tried.update(range(max(1, span.min), min(span.max, span.min + _LARGEST_TRIED) + 1))
+    nearest = sorted(tried, key=order)
     broken = {size: guards_there for size in nearest if (guards_there := list_broken(guards, size))}
     yield from ((size, first) for size, (first, *_) in itertools.islice(broken.items(), _TRIALS))
     others = set(guards).difference(*broken.values())
-    for size in range(len(nearest) + 1, _MOST_GROWTH * given + 1):
+    for size in range(largest + 1, _MOST_GROWTH * given + 1):
         if guards_there := list_broken(others, size):
             if sum(math.prod(spec.resolve({**example, symbol: size})) for spec in specs) <= _MOST_ELEMENTS:
                 yield size, guards_there[0]
