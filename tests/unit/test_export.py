@@ -16,7 +16,7 @@ from enginesmith.pipeline.artifact import Artifact
 from enginesmith.pipeline.engines import simulation
 from enginesmith.pipeline.errors import ExportError
 from enginesmith.pipeline.frameworks.onnx import edit, evaluator, ir, model_file, validation
-from enginesmith.pipeline.passes.export import agreement, export, translations
+from enginesmith.pipeline.passes.export import agreement, export, names, translations
 from enginesmith.pipeline.passes.export.registry import keep_registry
 from enginesmith.pipeline.system.device import Device
 from exporting import exported, loaded
@@ -507,5 +507,5 @@ def test_a_squeeze_whose_axes_are_not_known_stays() -> None:
     ends = [onnx.helper.make_tensor_value_info(name, 1, shape) for name, shape in (("x", ["any", 1]), ("y", None))]
     node = onnx.helper.make_node("Squeeze", ["x"], ["y"])
     model = onnx.helper.make_model(onnx.helper.make_graph([node], "g", ends[:1], ends[1:]))
-    assert export.name_squeezed_axes(ir.from_proto(model), ["batch"]) == 0
-    assert export.name_squeezed_axes(ir.from_proto(model), ["any"]) == 1
+    assert names.name_squeezed_axes(ir.from_proto(model), ["batch"]) == 0
+    assert names.name_squeezed_axes(ir.from_proto(model), ["any"]) == 1
