@@ -37,6 +37,10 @@ _FEWEST_PLACES, _MANY_PLACES, _KEPT_SHARE = 3, 8, 0.5
 """Places that have a whole number in the reference, from which on one of them has to be the same, and from which on
 this share: no class may vanish."""
 _MOST_VALUES = 64
+_SILENT = 1e-4
+"""Energy of a sample, of that of the middle one, below which it is silence: what is lost there says nothing."""
+_FEWEST_NUMBERS = 8
+"""Numbers of a sample from which on their energy is that of the sample: a single one may be near zero by chance."""
 
 
 class Thresholds(BaseModel, frozen=True, extra="forbid"):
@@ -443,20 +447,56 @@ def find_parts(references: Sequence[Array]) -> list[Part]:
     return [probabilities] if probabilities else list(_split_by_unit(filled)) if filled else []
 
 
-def measure_losses(name: str, pairs: _Pairs, parts: Sequence[Part]) -> dict[str, float]:
+def measure_losses(name: str, pairs: _Pairs, parts: Sequence[Part], batch: int = 1) -> dict[str, float]:
     """Measure the energy of the errors of a value and of its parts, of the reference's energy there, from 0 to 1.
 
     It is 1 where shapes differ, or numbers are not finite any more. Keys are names for people; ``name`` is the whole's.
+    Where a value's first axis is a ``batch`` of several samples, it is measured sample by sample, too: large samples
+    hide what small ones lose.
     """
     if any(wanted.shape != given.shape for wanted, given in pairs):
         return {name: 1.0}
     filled = [pair for pair in pairs if pair[0].size]
     taken = {name: filled, **{f"{part.name} of {name}": part.take(filled) for part in parts}} if filled else {}
     figures = {key: _compare_floats(name, numbers, THRESHOLDS["int8"], 0.0) for key, numbers in taken.items()}
-    return {
+    losses = {
         key: min(1.0, 10 ** (-each.sqnr_db / 10)) if each.finite and each.sqnr_db is not None else 1.0
         for key, each in figures.items()
     }
+    by_sample = _measure_by_sample(filled, batch)
+    return losses if by_sample is None else {**losses, f"{name}, sample by sample": by_sample}
+
+
+def _measure_by_sample(pairs: _Pairs, batch: int) -> float | None:
+    """Measure the mean loss of samples along the first axis; None where that is not the batch, or samples are small."""
+    if batch < 2 or not pairs or any(wanted.shape[:1] != (batch,) for wanted, _ in pairs):
+        return None
+    fill, signal, noise = find_fill([wanted for wanted, _ in pairs]), list[Array](), list[Array]()
+    for pair in pairs:
+        wanted, given = (side.reshape(batch, -1).astype(np.float64) for side in pair)
+        used = np.isfinite(wanted) & np.isfinite(given) & (np.abs(wanted) < fill)
+        wanted, given = np.where(used, wanted, 0.0), np.where(used, given, 0.0)
+        signal.append(np.square(wanted).sum(1))
+        noise.append(np.square(given - wanted).sum(1))
+    return average_over_samples(np.concatenate(signal), np.concatenate(noise), pairs[0][0].size / batch)
+
+
+def find_audible(energies: Array) -> Array:
+    """Find the samples that are no silence, by the energy of each: bools, [samples]."""
+    some = energies[energies > 0]
+    return (energies > 0) & (energies >= _SILENT * np.median(some)) if some.size else energies > 0
+
+
+def average_over_samples(signal: Array, noise: Array, numbers: float) -> float | None:
+    """Average the energy of errors, of each sample's own, which counts as 1 at most; silent samples are left out.
+
+    ``signal`` and ``noise`` are energies by sample, [samples]; ``numbers`` is how many numbers a sample has. None where
+    these are few, and where all samples are silent.
+    """
+    audible = find_audible(signal)
+    if numbers < _FEWEST_NUMBERS or not audible.any():
+        return None
+    return float(np.minimum(1.0, noise[audible] / signal[audible]).mean())
 
 
 def _find_probabilities(references: Sequence[Array]) -> Part | None:

@@ -106,17 +106,18 @@ class Assignment(BaseModel, frozen=True):
     why: str = ""
     sqnr_db: float | None = None
     """SQNR of its own result in the low precision, its inputs being exact; or of the part of the answers in another
-    unit that it alone loses most, if that is lower. None where that was not found out."""
+    unit, or of small samples, that it alone loses most, if that is lower. None where that was not found out."""
     macs: int | None = None
     form: Form = "given"
     """Form of the float graph that was quantized: as it is, or with channels rescaled, also by multiplications."""
     given_sqnr_db: float | None = None
     """The SQNR in the graph as it was given."""
     answer_change: float | None = None
-    """Root of the energy of what changes in the answers where it alone is quantized, of theirs; None where that was not
-    measured, as where everything can be."""
+    """Root of the energy of what changes in the answers where it alone is quantized, of theirs: of all, of a part in
+    another unit, or in the mean over samples, whichever is most. None where that was not measured, as where everything
+    can be."""
     cause: str = ""
-    """Says what about its numbers makes it lose much, where it does."""
+    """Says what makes it lose much, where it does: its numbers, its samples, or what reads its result."""
 
 
 class SearchStep(BaseModel, frozen=True):

@@ -2,7 +2,6 @@
 
 import json
 import logging
-import math
 import tempfile
 import time
 from collections.abc import Collection, Iterator, Mapping, Sequence
@@ -23,6 +22,8 @@ from enginesmith.pipeline.frameworks.onnx import choices, coverage, edit, evalua
 from enginesmith.pipeline.passes.base import Pass, PrecisionPass, Progress, Records
 from enginesmith.pipeline.passes.quantize import layers, layerwise_error, precision
 from enginesmith.pipeline.passes.quantize.activation_capture import ActivationCapture, open_activation_capture
+from enginesmith.pipeline.passes.quantize.causes import explain_loss, to_decibels
+from enginesmith.pipeline.passes.quantize.layerwise_error import OwnError, OwnErrors
 from enginesmith.pipeline.passes.quantize.precisions import KINDS, WEAK_DB, Cause, Form
 from enginesmith.pipeline.passes.quantize.search import GroupFact
 from enginesmith.pipeline.passes.run import run_pass
@@ -53,9 +54,10 @@ class Impact(NamedTuple):
     """Tell what a group alone in few bits changes in the answers."""
 
     energy: float
-    """Energy of the error, of that of the answers, 0 to 1: in the part of an output that changes most."""
+    """Energy of the error, of that of the answers, 0 to 1: in the part of an output that changes most, or in the mean
+    over samples, if that is more."""
     part: str
-    """That part, in words: ``column 1 of output 'y'``."""
+    """That part, in words: ``column 1 of output 'y'``; ``output 'y', sample by sample``."""
 
 
 class Sensitivity(Task):
@@ -63,7 +65,8 @@ class Sensitivity(Task):
 
     For a graph that is lowered as a whole, no errors are measured, as a search asks for groups only where that fails.
     The error in a group's own output is measured for all of them in one pass over the data. It does not tell what is
-    left of a part of the answers in another unit: where there is one, each group is quantized alone, too.
+    left of a part of the answers in another unit, nor of samples that are small beside others: where there are such
+    parts, or groups that lose such samples in their own output, each group is quantized alone, too.
     """
 
     title: ClassVar[str] = "sensitivity"
@@ -92,16 +95,16 @@ class Sensitivity(Task):
         if KINDS[self.step.precision].lowered:
             return self._list_lowered(inputs, groups, kinds, work, out, progress)
         try:
-            ratios, shifts, left, reads = self._measure_errors(inputs, groups, progress)
+            errors, left, reads = self._measure_errors(inputs, groups, progress)
         except layers.NothingToQuantize as error:
             if not self.least_share:
                 raise
             write_records(out, [])
             return Effect(file=RECORDS, summary="nothing to measure", rejected=error.message)
-        lost_parts, measured = self._find_lost_parts(inputs, ratios, progress)
+        lost_parts, measured = self._find_lost_parts(inputs, errors, progress)
+        ratios = {name: to_decibels(error.energy) for name, error in errors.items()}
         ratios |= {name: to_decibels(impact.energy) for name, impact in lost_parts.items()}
-        weak = {name: shifts.get(name, 0.0) for name, ratio in ratios.items() if ratio < WEAK_DB}
-        causes = self._explain_weak(inputs, weak, lost_parts)
+        causes = self._explain_losses(inputs, errors, lost_parts)
         if not ratios:
             raise ModelError(
                 f"nothing in this model has a form in {self.step.precision}: it has no product with a constant weight",
@@ -168,44 +171,43 @@ class Sensitivity(Task):
         return Effect(file=RECORDS, summary=f"{len(facts)} groups, {kept} of them in float32 anyway")
 
     def _find_lost_parts(
-        self, inputs: Inputs, ratios: Mapping[str, float], progress: Progress
+        self, inputs: Inputs, errors: Mapping[str, OwnError], progress: Progress
     ) -> tuple[dict[str, Impact], bool]:
-        """Find the groups that alone lose more of a part of the answers in another unit than of their own output.
+        """Find the groups that alone lose more of a part of the answers, or of small samples, than of their own output.
 
-        Returns also whether time was enough to measure that; nothing is measured where answers have no such parts.
+        Returns also whether time was enough to measure that; nothing is measured where answers have no such parts, and
+        no group loses the small samples of its own output.
         """
-        if not _has_parts(inputs[REFERENCE].folder):
+        hidden = any(
+            to_decibels(error.sample_energy or 0.0) < WEAK_DB <= to_decibels(error.energy) for error in errors.values()
+        )
+        if not (hidden or _has_parts(inputs[REFERENCE].folder)):
             return {}, True
-        impacts, measured = measure_impacts(self.step, "given", inputs, {}, ratios, self.left_seconds, progress)
-        lower = {name: impact for name, impact in impacts.items() if to_decibels(impact.energy) < ratios[name]}
-        return lower, measured
+        impacts, measured = measure_impacts(self.step, "given", inputs, {}, errors, self.left_seconds, progress)
+        return {name: impact for name, impact in impacts.items() if impact.energy > errors[name].energy}, measured
 
-    def _explain_weak(
-        self, inputs: Inputs, shifts: Mapping[str, float], lost_parts: Mapping[str, Impact]
+    def _explain_losses(
+        self, inputs: Inputs, errors: Mapping[str, OwnError], lost_parts: Mapping[str, Impact]
     ) -> dict[str, tuple[Cause, str]]:
-        """Explain by group why these lose much, and which part of the answers, where it is one of these.
+        """Explain by group why it loses what it does, and which part of the answers, where it is one of these.
 
-        Nothing is explained where no ranges are known, as for weights alone.
+        Its numbers explain nothing where no ranges are known, as for weights alone.
         """
-        if not shifts or "ranges" not in inputs:
-            return {}
-        model = edit.load(inputs["model"].path)
+        model, known = edit.load(inputs["model"].path), None
         layers.find_groups(model)  # which names the nodes
-        known = ranges.load(inputs["ranges"].folder / RANGES_FILE, model_sha256=inputs["model"].sha256)
+        if "ranges" in inputs:
+            known = ranges.load(inputs["ranges"].folder / RANGES_FILE, model_sha256=inputs["model"].sha256)
         causes = dict[str, tuple[Cause, str]]()
         for node in model.graph:
-            if (name := str(node.name)) in shifts:
-                cause, words = layerwise_error.explain_loss(node, known, shifts[name])
-                causes[name] = cause, f"{lost_parts[name].part}: {words}" if name in lost_parts else words
+            if (name := str(node.name)) in errors:
+                cause, words = explain_loss(node, known, errors[name])
+                causes[name] = cause, f"{lost_parts[name].part}: {words}" if words and name in lost_parts else words
         return causes
 
     def _measure_errors(
         self, inputs: Inputs, groups: tuple[layers.QuantizableOp, ...], progress: Progress
-    ) -> tuple[dict[str, float], dict[str, float], dict[str, str], tuple[Path, ...]]:
-        """Measure signal-to-noise ratios in dB by group, and the shares of the noise that are its means by channel.
-
-        Returns also why other groups have none, and the files read.
-        """
+    ) -> tuple[dict[str, OwnError], dict[str, str], tuple[Path, ...]]:
+        """Measure the error of each group's own output; return also why others have none, and the files read."""
         model = inputs["model"]
         with tempfile.TemporaryDirectory(prefix="enginesmith-sensitivity-") as folder:
             quantized, both = Path(folder, "quantized"), Path(folder, "joint")
@@ -217,29 +219,17 @@ class Sensitivity(Task):
             floating, narrow = edit.load(model.path), edit.load(quantized / effect.file)
             measured = layerwise_error.add_layerwise_error(floating, narrow, groups)
             if not measured:
-                return {}, {}, left, ()
+                return {}, left, ()
             edit.save(floating, both)
             file = both / edit.FILE
             artifact = scratch_artifact("onnx", file, model_file.signature(file))
-            totals: dict[str, Array] = {}
             feeds, reads = self.feeder.open(model, inputs["reference"])
+            errors = OwnErrors(measured, single=feeds.provenance.batch == 1)
             with simulation().load(artifact, Device()) as session:
                 for index, batch in enumerate(feeds):
                     progress(f"float and quantized side by side, batch {index + 1}")
-                    for name, value in session.run(batch).items():
-                        totals[name] = totals.get(name, np.float64(0)) + value.astype(np.float64)
-        ratios, shifts = {}, {}
-        for group in measured:
-            signal, noise = (
-                float(totals[layerwise_error.output_name(group, what)])
-                for what in (layerwise_error.SIGNAL, layerwise_error.NOISE)
-            )
-            ratios[group.name] = to_decibels(max(noise, 1e-30) / max(signal, 1e-30))
-            sums = totals.get(layerwise_error.output_name(group, layerwise_error.SUM))
-            if sums is not None and noise > 0:
-                count = float(totals[layerwise_error.output_name(group, layerwise_error.COUNT)])
-                shifts[group.name] = layerwise_error.find_shift(sums, count, noise)
-        return ratios, shifts, left, reads
+                    errors.add(session.run(batch))
+        return errors.find(), left, reads
 
 
 def _explain_wide(entry: Mapping[str, str], step: PrecisionPass) -> str:
@@ -279,9 +269,9 @@ def measure_impacts(
             if not groups or not values:
                 return {}, True
             edit.save(quantized, out)
-            rows = _read_rows(inputs[REFERENCE].folder, "feeds", _IMPACT_ROWS)
+            rows, batch = _read_rows(inputs[REFERENCE].folder, "feeds", _IMPACT_ROWS), _find_batch(model, inputs)
             with open_activation_capture(out / edit.FILE, [*values]) as session:
-                passes = list(_quantize_alone(session, rows, groups, switched, values, deadline, progress))
+                passes = list(_quantize_alone(session, rows, batch, groups, switched, values, deadline, progress))
     except ModelError as error:
         _log.warning("groups are ranked by their own errors: %s", error)
         return {}, True
@@ -292,6 +282,7 @@ def measure_impacts(
 def _quantize_alone(
     session: ActivationCapture,
     rows: Sequence[Feeds],
+    batch: int,
     groups: Sequence[str],
     switched: Sequence[str],
     values: Mapping[str, str],
@@ -300,7 +291,8 @@ def _quantize_alone(
 ) -> Iterator[dict[str, dict[str, float]]]:
     """Yield by group what it alone loses of each part of the answers, for one feed after the other until a time.
 
-    ``values`` are those that answers are judged by, with their names for people.
+    ``values`` are those that answers are judged by, with their names for people; ``batch`` is how many samples are
+    along their first axis, 1 where that is not known.
     """
 
     def answer(feeds: Feeds, group: str = "") -> dict[str, Array]:
@@ -316,13 +308,8 @@ def _quantize_alone(
             progress(f"{len(losses)} of {len(groups)} groups quantized alone, pass {count}")
             answers, losses[group] = answer(feeds, group), {}
             for value, its_parts in parts.items():
-                losses[group] |= measure_losses(values[value], [(wanted[value], answers[value])], its_parts)
+                losses[group] |= measure_losses(values[value], [(wanted[value], answers[value])], its_parts, batch)
         yield losses
-
-
-def to_decibels(energy: float) -> float:
-    """Convert the energy of an error, of that of a signal, to an SQNR in dB."""
-    return round(-10 * math.log10(max(energy, 1e-30)), 3)
 
 
 def _find_worst(losses: Sequence[Mapping[str, float]]) -> Impact:
@@ -369,9 +356,21 @@ def _is_gradual(value: "ir.Value") -> bool:
 def _read_rows(reference: Path, what: str, count: int) -> list[dict[str, Array]]:
     """Read feeds or outputs of the largest batch in the reference, call by call, until there are so many rows."""
     cases = samples.read(reference).cases
-    index = max(range(len(cases)), key=lambda position: cases[position].batch)
+    index = _find_largest(cases)
     calls = min(cases[index].calls, -(-count // cases[index].batch))
     return [samples.read_arrays(reference, what, index, call) for call in range(calls)]
+
+
+def _find_largest(cases: Sequence[samples.Case]) -> int:
+    """Find the case with the largest batch."""
+    return max(range(len(cases)), key=lambda position: cases[position].batch)
+
+
+def _find_batch(model: Artifact, inputs: Inputs) -> int:
+    """Find how many samples are along the first axis of the largest batch's values; 1 where that is not known."""
+    signature, known = model.signature or model_file.signature(model.path), samples.read(inputs[REFERENCE].folder)
+    moved = any(spec.batch_axis for spec in (*signature.inputs, *signature.outputs))
+    return 1 if moved or known.interacting else known.cases[_find_largest(known.cases)].batch
 
 
 def _has_parts(reference: Path) -> bool:

@@ -23,8 +23,9 @@ from enginesmith.pipeline.frameworks.fidelity import Fidelity, compare_calls, de
 from enginesmith.pipeline.frameworks.onnx import edit, evaluator, model_file
 from enginesmith.pipeline.measure.quality import Quality as Judged
 from enginesmith.pipeline.passes.base import PrecisionPass, Progress
+from enginesmith.pipeline.passes.quantize.causes import to_decibels
 from enginesmith.pipeline.passes.quantize.layers import find_kept
-from enginesmith.pipeline.passes.quantize.precisions import FORM_WORDS, KINDS
+from enginesmith.pipeline.passes.quantize.precisions import FORM_WORDS, KINDS, WEAK_DB
 from enginesmith.pipeline.passes.quantize.search import (
     NO_ADVICE,
     Advice,
@@ -332,14 +333,14 @@ class Assign(Task):
         end = "the time was over" if len(trials) < asked else "the search ended before"
         reasons = {name: _explain_kept(name, chosen, trials, end) for name in chosen.kept}
         reasons |= dict.fromkeys(find_kept(self.keep, groups), "asked for")
-        rows = _with_causes(assignment(groups, chosen, self.step, reasons), forms["given"])
+        impacts = next((trial.impacts for trial in trials if trial.impacts), {})
+        rows = _with_causes(assignment(groups, chosen, self.step, reasons), forms["given"], impacts)
         low = self.step.precision.partition("+")[0]
         quantized = count_quantized(chosen, groups)
         summary = f"{quantized} of {len(groups)} groups {'quantized' if chosen.method else f'in {low}'}"
         if self.to_train:
             summary += f", to be trained; as tried: {chosen.why}"
         else:
-            impacts = next((trial.impacts for trial in trials if trial.impacts), {})
             for row in rows:
                 row[DROP_HIGH] = chosen.drop_high
                 if row["group"] in impacts:
@@ -415,12 +416,16 @@ def _is_needed(name: str, chosen: Trial, trials: Sequence[Trial]) -> bool:
     return any(name in kept or {*chosen.kept} - kept == {name} for kept in failed)
 
 
-def _with_causes(rows: list[dict[str, Any]], given: Sequence[GroupFact]) -> list[dict[str, Any]]:
-    """Add what each group lost in the graph as it was given, and why."""
+def _with_causes(
+    rows: list[dict[str, Any]], given: Sequence[GroupFact], impacts: Mapping[str, float]
+) -> list[dict[str, Any]]:
+    """Add what each group lost in the graph as it was given; and why, if that is much, or changes the answers much."""
     facts = {group.name: group for group in given}
+    lost = {name for name, fact in facts.items() if fact.sqnr_db is not None and fact.sqnr_db < WEAK_DB}
+    lost |= {name for name, energy in impacts.items() if to_decibels(energy) < WEAK_DB}
     return [
-        {**row, "cause": facts[row["group"]].cause, "given_sqnr_db": facts[row["group"]].sqnr_db}
-        if row["group"] in facts
+        {**row, "cause": facts[name].cause if name in lost else "", "given_sqnr_db": facts[name].sqnr_db}
+        if (name := row["group"]) in facts
         else row
         for row in rows
     ]

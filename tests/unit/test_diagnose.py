@@ -8,7 +8,8 @@ import pytest
 
 from enginesmith.calibration.ranges import ChannelStatistics, Provenance, Ranges, TensorRange
 from enginesmith.pipeline.passes.finetune.options import Recovery
-from enginesmith.pipeline.passes.quantize.layerwise_error import explain_loss
+from enginesmith.pipeline.passes.quantize.causes import explain_loss
+from enginesmith.pipeline.passes.quantize.layerwise_error import OwnError
 from enginesmith.pipeline.report import run_tables, terminal
 from enginesmith.pipeline.results.explain import choose_explained, list_losses
 from enginesmith.pipeline.results.run import Assignment, VariantRecord
@@ -36,7 +37,7 @@ def cause(
     known = Ranges(model_sha256="", provenance=origin, tensors={"x": tensor}, channels={"x": statistics})
     model = parse_graph(GRAPH, w=normal(8, 4) if weight is None else weight)
     (node,) = model.graph
-    return explain_loss(node, known, shift)
+    return explain_loss(node, known, OwnError(energy=0.1, shift=shift))
 
 
 def test_few_large_channels_are_counted() -> None:
@@ -44,6 +45,11 @@ def test_few_large_channels_are_counted() -> None:
         "uneven activations",
         "activations to 812 in 2 of 8 channels, and to 13.2 in the middle one",
     )
+
+
+def test_channels_that_are_much_smaller_are_counted_beside_large_ones() -> None:
+    words = "activations to 812 in 1 of 8 channels, to 12.1 in the middle one, and to no more than 0.5 in 2"
+    assert cause([812, 12.2, 13, 12, 11, 14, 0.5, 0.25])[1] == words + ": up to 3200 times apart"
 
 
 def test_large_weights_of_single_inputs_are_named() -> None:

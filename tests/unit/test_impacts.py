@@ -216,7 +216,7 @@ def test_the_impact_is_that_of_the_graph_with_all_others_in_float(placement: Any
         }
         step.apply(inputs[MODEL], out, lambda _: None, records)
         answer = run_model(ir.load(out / edit.FILE), {"x": x}, optimized=False)["y"]
-        (loss,) = measure_losses("output 'y'", [(values["y"], answer)], []).values()
+        loss = max(measure_losses("output 'y'", [(values["y"], answer)], [], batch=8).values())
         assert impacts[name].energy == pytest.approx(loss, rel=1e-3)
 
 

@@ -412,7 +412,7 @@ def test_a_shift_is_the_part_of_an_error_that_is_its_mean(error: Any, share: flo
 def test_an_error_that_is_one_row_has_no_mean(weights: dict[str, Array], tmp_path: Path) -> None:
     (group,), path = joint(weights, tmp_path, batch="")
     names = {value.name for value in onnx.load(path).graph.output}
-    assert names == {output_name(group, SIGNAL), output_name(group, NOISE)}
+    assert names == {output_name(group, what) for what in (SIGNAL, NOISE, COUNT)}
     evaluator.run_graph(path, {"x": np.ones(4, np.float32)})
 
 

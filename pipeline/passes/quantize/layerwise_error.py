@@ -1,4 +1,4 @@
-"""Measure what each group alone in few bits does, to its own output and to the answers, and say why.
+"""Measure what each group alone in few bits does, to its own output and to the answers.
 
 For its own output, every group is computed twice on the same exact inputs, as it is and in few bits, side by side in
 one graph, which gives the energy of the result and of the difference. So one pass over the data tells the error that
@@ -7,17 +7,16 @@ each group brings in, and none that it passes on. For the answers, a graph has a
 
 from collections.abc import Mapping, Sequence
 from types import MappingProxyType
+from typing import NamedTuple
 
 import numpy as np
 
-from enginesmith.calibration.ranges import ChannelStatistics, Ranges
+from enginesmith.pipeline.frameworks.fidelity import average_over_samples, find_audible
 from enginesmith.pipeline.frameworks.onnx import edit, ir
 from enginesmith.pipeline.passes.quantize import cast_pairs, layers
 from enginesmith.pipeline.passes.quantize.cast_pairs import find_adder
 from enginesmith.pipeline.passes.quantize.layers import CONVOLUTIONS, PRODUCTS, QuantizableOp
-from enginesmith.pipeline.passes.quantize.precisions import Cause
-from enginesmith.pipeline.passes.rescale.products import by_channel
-from enginesmith.pipeline.tensors import Array
+from enginesmith.pipeline.tensors import Array, Feeds
 
 SIGNAL, NOISE, SUM, COUNT = "signal", "noise", "sum", "count"
 SWITCHES = "enginesmith/switches"
@@ -29,8 +28,8 @@ _OPSET_OF_AXES_INPUT = 13
 def output_name(group: QuantizableOp, what: str) -> str:
     """Return the joint graph's output that holds something of a group, in float32.
 
-    The energies of its result and of its error, shape []; the sum of the error by channel, [channels], and how many
-    numbers there are, [], for products whose rank is known.
+    The energies of its result and of its error, and how many numbers there are, shape []; for products whose rank is
+    known, also the sum of the error by channel, [channels].
     """
     return f"{group.name}/{what}"
 
@@ -55,18 +54,17 @@ def add_layerwise_error(
             continue
         exact = ours[group.output]
         difference = ir.node("Sub", [rounded, exact])
-        floating.graph.append(difference)
         error = difference.outputs[0]
+        size = ir.node("Size", [error])
+        floating.graph.extend([difference, size])
         reductions: list[tuple[ir.Node, str, tuple[str, ...]]] = [
             (ir.node("ReduceSumSquare", [exact], {"keepdims": 0}), SIGNAL, ()),
             (ir.node("ReduceSumSquare", [error], {"keepdims": 0}), NOISE, ()),
+            (ir.node("Cast", size.outputs, {"to": ir.DataType.FLOAT}), COUNT, ()),
         ]
         if exact.shape is not None and len(exact.shape) > 1 and group.operator in PRODUCTS:
             sums = _sum_by_channel(floating.graph, group, error, len(exact.shape))
             reductions.append((sums, SUM, (f"{group.name}/channels",)))
-            size = ir.node("Size", [error])
-            floating.graph.append(size)
-            reductions.append((ir.node("Cast", size.outputs, {"to": ir.DataType.FLOAT}), COUNT, ()))
         for node, what, shape in reductions:
             floating.graph.append(node)
             value = node.outputs[0]
@@ -88,6 +86,58 @@ def _sum_by_channel(graph: "ir.Graph", group: QuantizableOp, error: "ir.Value", 
     axes = ir.Value(name=f"{group.name}/axes", const_value=ir.tensor(others))
     graph.register_initializer(axes)
     return ir.node("ReduceSum", [error, axes], {"keepdims": 0})
+
+
+class OwnError(NamedTuple):
+    """Tell how a group alone in few bits changes its own output, its inputs being exact."""
+
+    energy: float
+    """Energy of the error, of that of the output, over all samples together."""
+    sample_energy: float | None = None
+    """The mean over samples of the error's energy, of that of the sample's own output; None where it is not known."""
+    spread: float = 1.0
+    """Times by which the largest sample's output is larger than the smallest's."""
+    size: float = 0.0
+    """Root mean square of the error."""
+    shift: float = 0.0
+    """Share of the error's energy that is the error's mean by channel, 0 to 1; 0 where it is not known."""
+
+
+class OwnErrors:
+    """Add up what the joint graph gives for one feed after the other.
+
+    ``single`` tells that each feed is one sample, so that errors are also known by sample.
+    """
+
+    def __init__(self, groups: Sequence[QuantizableOp], *, single: bool) -> None:
+        self._groups, self._single = groups, single
+        self._totals = dict[str, Array]()
+        self._energies = dict[str, list[float]]()
+
+    def add(self, outputs: Feeds) -> None:
+        """Add the outputs of one feed."""
+        for name, value in outputs.items():
+            self._totals[name] = self._totals.get(name, np.float64(0)) + value.astype(np.float64)
+            if name.endswith((f"/{SIGNAL}", f"/{NOISE}")):
+                self._energies.setdefault(name, []).append(float(value))
+
+    def find(self) -> dict[str, OwnError]:
+        """Return the error of each group, by name."""
+        return {group.name: self._find(group) for group in self._groups}
+
+    def _find(self, group: QuantizableOp) -> OwnError:
+        signal, noise, count = (float(self._totals[output_name(group, what)]) for what in (SIGNAL, NOISE, COUNT))
+        sums = self._totals.get(output_name(group, SUM))
+        shift = find_shift(sums, count, noise) if sums is not None and noise > 0 else 0.0
+        error = OwnError(
+            max(noise, 1e-30) / max(signal, 1e-30), size=float(np.sqrt(noise / max(1, count))), shift=shift
+        )
+        signals, noises = (np.array(self._energies[output_name(group, what)]) for what in (SIGNAL, NOISE))
+        if not self._single or not (audible := find_audible(signals)).any():
+            return error
+        sizes = np.sqrt(signals[audible])
+        mean = average_over_samples(signals, noises, count / len(signals))
+        return error._replace(sample_energy=mean, spread=float(sizes.max() / sizes.min()))
 
 
 def find_shift(sums: Array, count: float, noise: float) -> float:
@@ -265,94 +315,3 @@ class _Copy:
             self._made[old.name] = new
         self._graph.append(copy)
         return self._made[value.name]
-
-
-# Reasons for large errors: which input of a product has numbers that one scale does not fit, and which.
-#
-# A value has one scale for all channels, so a few large channels leave the others few levels. A weight has one scale
-# for each output channel, so there it is the input channels that have to be alike (Nagel et al., "Data-Free
-# Quantization Through Weight Equalization and Bias Correction", ICCV 2019, section 3); section 4 is on shifted means.
-
-_UNLIKE = 8.0
-"""Times the middle channel from which on one is an outlier: it takes three bits from the others."""
-_LARGE = 4.0
-"""Times the middle channel from which on channels are counted as large, where one is an outlier."""
-_OFFSET = 4.0
-"""Times what any channel varies by from which on offsets of channels take the levels: two bits."""
-_SEEN = 16
-"""Numbers of each channel from which on it is known what varies."""
-_SHIFTED = 0.5
-"""Share of an error that is its mean from which on biases can make up for most of it."""
-_PEAK = 40.0
-"""Times the root mean square from which on single numbers take the levels of the others: normal ones stay below 6."""
-
-
-def explain_loss(node: "ir.Node", ranges: Ranges, shift: float) -> tuple[Cause, str]:
-    """Explain the loss of a product by its activations, by its weight, or by neither: the cause, and a sentence.
-
-    ``shift`` is the share of its error's energy that is the error's mean by channel.
-    """
-    value = node.inputs[0]
-    name = str(value.name) if value is not None else ""
-    known = ranges.tensors.get(name)
-    channels = layers.find_channel_statistics(node, ranges) if value is not None else None
-    if channels is not None and known is not None and (words := _describe_offsets(channels, known.count)):
-        return "constant offsets", words
-    if channels is not None and (outliers := _describe_outliers(np.asarray(channels.amax))):
-        count, largest, middle = outliers
-        share = f"{count} of {len(channels.amax)} channels"
-        words = f"activations to {_write(largest)} in {share}, and to {_write(middle)} in the middle one"
-        return "uneven activations", words
-    weight = layers.find_weight(node.inputs[layers.WEIGHT]) if node.op_type in layers.PRODUCTS else None
-    if weight is not None and (outliers := _describe_outliers(_input_channels(node, weight.numpy()))):
-        count, largest, middle = outliers
-        return "uneven weights", (
-            f"weights of {count} input channels are up to {largest / middle:.0f} times as large as those of the middle "
-            "one, and have the same scale"
-        )
-    if shift >= _SHIFTED:
-        words = f"{shift:.0%} of its error is the same for all samples: rounding shifts the means of channels"
-        return "shifted means", words
-    if channels is not None and known is not None:
-        rms = float(np.sqrt(np.mean(channels.mean_square)))
-        largest = max(abs(known.minimum), abs(known.maximum))
-        if rms > 0 and largest > _PEAK * rms:
-            words = f"single activations to {_write(largest)}, {largest / rms:.0f} times their root mean square"
-            return "single peaks", words
-    return "no outliers", "no channel stands out: 8 bits are few for what it computes"
-
-
-def _describe_offsets(channels: ChannelStatistics, count: int) -> str:
-    """Describe constants that are added to channels; empty where none leaves few levels for what varies.
-
-    ``count`` is how many numbers were seen in all channels together.
-    """
-    offsets = np.abs(channels.middle)
-    varying = np.asarray(channels.amax) - offsets
-    vary = float(varying.max(initial=0))
-    if count < _SEEN * len(offsets) or vary <= 0 or max(channels.amax) < _OFFSET * vary:
-        return ""
-    far = offsets > vary
-    reach = f"constant offsets of up to {_write(float(offsets.max()))} in {far.sum()} of {len(offsets)} channels"
-    return f"{reach} of its input, which vary by ±{_write(float(varying[far].max()))}"
-
-
-def _write(number: float) -> str:
-    return f"{number:.0f}" if number >= 100 else f"{number:.3g}"
-
-
-def _describe_outliers(sizes: Array) -> tuple[int, float, float] | None:
-    """Count the large channels, and return the largest and the middle size; None where none is an outlier."""
-    used = sizes[sizes > 0]
-    if used.size < 2:
-        return None
-    largest, middle = float(used.max()), float(np.median(used))
-    return (int((used > _LARGE * middle).sum()), largest, middle) if largest >= _UNLIKE * middle else None
-
-
-def _input_channels(node: "ir.Node", weight: Array) -> Array:
-    """Return the largest weight of each input channel."""
-    if weight.ndim < 2:
-        return np.zeros(0, np.float32)
-    sizes: Array = np.abs(by_channel(node, weight)).max(axis=(0, 2))
-    return sizes

@@ -59,13 +59,13 @@ class GroupFact(BaseModel, frozen=True):
     macs: int
     sqnr_db: float | None
     """SQNR of its output with quantized weights and activations, its inputs being exact; or of the part of the answers
-    in another unit that it alone loses most, if that is lower. None without such a form."""
+    in another unit, or of small samples, that it alone loses most, if that is lower. None without such a form."""
     reason: str = ""
     """Reason for staying in floating point anyway."""
     given: str = "fp32"
     """Precision that the graph has it in."""
     cause: str = ""
-    """Says what about its numbers makes it lose much, where it does."""
+    """Says what makes it lose much, if it does: its numbers, its samples, or what reads its result."""
     pattern: Cause = "unknown"
     """The kind of that cause."""
 
