@@ -27,6 +27,7 @@ def cause(
     shift: float = 0.0,
     middle: tuple[float, ...] = (0.0,) * 8,
     seen: int = 8 * 16,
+    energy: float = 0.1,
 ) -> tuple[str, str]:
     sizes = tuple(float(size) for size in amax)
     statistics = ChannelStatistics(
@@ -37,7 +38,7 @@ def cause(
     known = Ranges(model_sha256="", provenance=origin, tensors={"x": tensor}, channels={"x": statistics})
     model = parse_graph(GRAPH, w=normal(8, 4) if weight is None else weight)
     (node,) = model.graph
-    return explain_loss(node, known, OwnError(energy=0.1, shift=shift))
+    return explain_loss(node, known, OwnError(energy=energy, shift=shift))
 
 
 def test_few_large_channels_are_counted() -> None:
@@ -86,7 +87,8 @@ def test_an_error_that_is_the_same_for_all_samples_is_named_unless_channels_expl
 def test_where_nothing_stands_out_it_says_so() -> None:
     name, sentence = cause([1.0, 1.2, 0.8, 1.1, 1.3, 0.9, 1.0, 1.0])
     assert name == "no outliers"
-    assert sentence.startswith("no channel stands out")
+    assert sentence.startswith("no channel stands out: 8 bits are few")
+    assert cause([1.0] * 8, energy=1e-5)[1].startswith("no channel stands out, and its own result loses little")
 
 
 WEAK = Assignment(

@@ -77,6 +77,11 @@ def explain_loss(node: "ir.Node", ranges: Ranges | None, error: OwnError) -> tup
         readers = _explain_readers(node, error.size)
     if readers and cause in ("unknown", "no outliers"):
         return "sensitive readers", readers
+    if cause == "no outliers" and own_db >= WEAK_DB:
+        return (
+            cause,
+            "no channel stands out, and its own result loses little: what follows makes much of that",
+        )
     return cause, "; ".join(filter(None, (words, readers)))
 
 
