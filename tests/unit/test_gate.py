@@ -4,7 +4,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 from click.testing import CliRunner
 
@@ -13,7 +12,6 @@ from enginesmith import cli
 from enginesmith.pipeline.artifact import HistoryEntry, file_digest, folder_digest
 from enginesmith.pipeline.commands.context import budgets_of
 from enginesmith.pipeline.errors import ModelError, StoreError, UsageError
-from enginesmith.pipeline.measure.latency.rows import LatencyResult, launches_of
 from enginesmith.pipeline.measure.quality import Quality
 from enginesmith.pipeline.measure.rows import LatencyRow, MemoryRow, RaceRow
 from enginesmith.pipeline.measure.statistics import Interval
@@ -21,7 +19,6 @@ from enginesmith.pipeline.recipe import make
 from enginesmith.pipeline.recipe.options import Budgets
 from enginesmith.pipeline.report import gate as texts
 from enginesmith.pipeline.results import gate, remeasure
-from enginesmith.pipeline.results import run as documents
 from enginesmith.pipeline.results.gate import Demands, parse_tolerance
 from enginesmith.pipeline.results.gate_report import Gate
 from enginesmith.pipeline.results.run import StoredArtifact
@@ -561,45 +558,3 @@ def test_of_the_recipes_budgets_and_those_of_options_the_stricter_ones_hold() ->
             budgets_of(recipe, {f"budgets__{name}": value})
     with pytest.raises(UsageError, match=r"^--max-p99: must be greater than 0"):
         budgets_of(recipe, {"budgets__max_p99_ms": "0ms"})
-
-
-def test_samples_are_put_back_into_blocks_and_launches() -> None:
-    samples = {
-        "a/1/seconds": np.arange(6.0),
-        "a/1/waited": np.zeros(6),
-        "a/1/calls": np.array([1, 2, 3]),
-        "a/1/rounds": np.array([2, 1]),
-    }
-    found = launches_of(samples, "a", 1)
-    assert [[block.seconds.tolist() for block in launch] for launch in found] == [[[0], [1, 2]], [[3, 4, 5]]]
-    assert all(one.waited is not None and len(one.waited) == len(one.seconds) for launch in found for one in launch)
-    del samples["a/1/waited"]
-    assert launches_of(samples, "a", 1)[0][0].waited is None
-
-
-@pytest.mark.parametrize(("ratios", "looks"), [((1.0,), 1), ((1.06,) * 4, 4), ((1.2,), 1)])
-def test_measured_until_clear(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ratios: tuple[float, ...], looks: int
-) -> None:
-    """The clock is replaced, and nothing else: launches whose blocks differ by as much as is wanted."""
-    taken: list[float] = []
-
-    def measured(*_: object) -> LatencyResult:
-        ratio = ratios[len(taken)]
-        taken.append(ratio)
-        noise = np.random.default_rng(len(taken)).normal(1, 0.02 if ratio == 1.06 else 1e-4, 5)
-        found: dict[str, np.ndarray] = {}
-        for name, factor in (("baseline", np.ones(5)), ("candidate", ratio * noise)):
-            found |= {f"{name}/1/seconds": 1e-3 * factor, f"{name}/1/calls": np.ones(5, int)}
-            found |= {f"{name}/1/rounds": np.ones(5, int)}
-        return LatencyResult({name: (LatencyRow(batch=1),) for name in ("baseline", "candidate")}, found)
-
-    run = documents.read(write(tmp_path / "run", record()))
-    stored = remeasure.Stored(tmp_path, run, run.variants[0])
-    monkeypatch.setattr(remeasure, "measure_latency", measured)
-    monkeypatch.setattr(remeasure, "_feeds", lambda *_: {})
-    limits = remeasure.Limits(1.0, lambda ratio: ratio.high < 1.05 or ratio.low > 1.05, lambda text: None)
-    found = remeasure.remeasure(stored, stored, 1, limits)
-    assert (found.iterations, found.launches) == (looks, 5 * looks)
-    assert found.ratio.median == pytest.approx(ratios[0], rel=0.05)
-    assert (found.before_ms, found.after_ms) == pytest.approx((1.0, ratios[0]), rel=0.05)

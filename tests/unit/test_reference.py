@@ -24,7 +24,6 @@ from enginesmith.pipeline.frameworks.torch import module, saved
 from enginesmith.pipeline.system.device import Device
 from enginesmith.pipeline.tasks import examples, verify
 from enginesmith.pipeline.tasks.base import RECORDS, write_records
-from enginesmith.pipeline.tasks.examples import make_example
 from enginesmith.pipeline.tasks.quality import Quality, try_metric
 from enginesmith.pipeline.tasks.verify import Sample
 from enginesmith.pipeline.tensors import Array, Feeds, ShapeRange, Signature, TensorSpec
@@ -401,99 +400,6 @@ def test_bfloat16_at_the_ends_of_a_graph_is_refused_by_name(tmp_path: Path, dtyp
     with pytest.raises(SignatureError, match=f"the {side} is bfloat16") as error:
         sample.run({"model": model}, tmp_path, lambda _: None)
     assert "in float32, with a Cast" in error.value.remedy
-
-
-@pytest.mark.parametrize(
-    ("nodes", "most"),
-    [
-        ([("Gather", "table ids", "y")], 7),
-        ([("Cast", "ids", "a"), ("Unsqueeze", "a axes", "b"), ("Gather", "table b", "y")], 7),
-        ([("DequantizeLinear", "small scale", "a"), ("Gather", "a ids", "y"), ("Gather", "table ids", "z")], 5),
-        ([("Add", "ids axes", "a"), ("Gather", "table a", "y")], 1),  # a place behind an offset
-        ([("Gather", "ids axes", "y")], 1),
-    ],
-)
-def test_made_up_indices_are_of_all_rows_of_their_table(
-    tmp_path: Path, nodes: list[tuple[str, str, str]], most: int
-) -> None:
-    """Else all answers of a sentence encoder would be those of two tokens."""
-    ends = [helper.make_tensor_value_info(*end) for end in (("ids", 7, ["batch", 64]), ("y", 1, ["batch", "n", 3]))]
-    tables = {"table": np.zeros((8, 3), np.float32), "small": np.zeros((6, 3), np.int8), "scale": np.float32(1)}
-    stored = {**tables, "axes": np.array([1])}
-    made = [
-        helper.make_node(operator, read.split(), [output], **({"to": 6} if operator == "Cast" else {}))
-        for operator, read, output in nodes
-    ]
-    weights = [numpy_helper.from_array(np.asarray(value), name) for name, value in stored.items()]
-    path = tmp_path / "model.onnx"
-    graph = helper.make_graph(made, "g", ends[:1], ends[1:], weights)
-    onnx.save(helper.make_model(graph, opset_imports=[helper.make_opsetid("", 17)], ir_version=8), path)
-    given = model_file.signature(path)
-    assert given.tables == ({"ids": most + 1} if most > 1 else {})
-    feeds, _ = make_example(Artifact(kind="onnx", path=path, sha256="", bytes=0, signature=given))
-    assert (feeds["ids"].min(), feeds["ids"].max()) == (0, most)
-
-
-def test_whole_numbers_that_are_called_lengths_are_1() -> None:
-    """No larger than the smallest size of a dimension, and not 0. Masks, and numbers for each place, are none."""
-    words = ("input_lengths:int64:batch", "ids:int64:batch,n", "seq_lens:int32:batch,1", "length_ids:int64:batch")
-    words += ("length_mask:int64:batch,n",)
-    specs = tuple(map(TensorSpec.parse, words))
-    made = Signature(inputs=specs, outputs=specs[:1], tables={"length_ids": 1})
-    drawn = examples.draw_feeds(made, {"batch": 64, "n": 2})
-    assert [sorted(set(drawn[spec.name].flat)) for spec in specs] == [[1], [0, 1], [1], [0], [0, 1]]
-
-
-@pytest.mark.parametrize(
-    ("inputs", "most", "expected"),
-    [
-        ("x:float32:batch,10,8 lengths:int64:batch", 10, [8, 7, 6, 5, 4, 3, 2, 1]),
-        ("x:float32:batch,time,1 lengths:int32:batch,1", 3, [3, 3, 3, 2, 2, 2, 1, 1]),
-        ("x:float32:time,batch,64 y:float32:batch,50 lengths:int64:batch", 3, [3, 3, 3, 2, 2, 2, 1, 1]),
-        ("x:float32:batch,10,8 lengths:int64:batch", 5, [4, 4, 3, 3, 2, 2, 1, 1]),
-        ("x:float32:batch,10,8 lengths:int64:batch", 1, [1] * 8),
-        ("x:float32:batch,1 z:float32:4,8 lengths:int64:batch", 8, [1] * 8),
-        ("x:float32:4,10 lengths:int64:4", 10, [10, 8, 5, 3]),
-    ],
-)
-def test_lengths_differ_up_to_what_they_may_count_and_the_model_takes(
-    inputs: str, most: int, expected: list[int]
-) -> None:
-    """They fit the smallest sizes, too; a model that takes none but 1 is verified at 1."""
-    specs = tuple(map(TensorSpec.parse, inputs.split()))
-    made = Signature(inputs=specs, outputs=specs[:1])
-
-    def run(feeds: Feeds) -> Feeds:
-        if feeds["lengths"].max() > most:
-            raise ModelError("too long")
-        return {}
-
-    ranges = {"time": ShapeRange(min=3, opt=40, max=40), "batch": ShapeRange(min=1, opt=1, max=64)}
-    ranges = {name: range_ for name, range_ in ranges.items() if name in made.symbols}
-    sizes = {name: 8 if name == "batch" else 40 for name in made.symbols}
-    session: Any = SimpleNamespace(signature=made, run=run)
-    cases = samples.plan_cases(made, ranges, (1, 64))
-    drawn = examples.vary_lengths(session, cases, examples.draw_feeds(made, sizes), ranges, seed=0)
-    assert drawn["lengths"].reshape(-1).tolist() == expected
-    assert drawn["lengths"].dtype == specs[-1].dtype
-    own = {**drawn, "lengths": drawn["lengths"] + 1}
-    assert examples.vary_lengths(session, cases, own, ranges, seed=0)["lengths"] is own["lengths"], "an example's own"
-
-
-def test_made_up_numbers_that_are_the_same_in_all_samples_are_noted(tmp_path: Path) -> None:
-    text = "net (float[batch, 6] x, int64[batch] lengths, int64 rate) => (float[batch, 6] y)"
-    body = "c = Unsqueeze(lengths, one) r = Mul(c, rate) f = Cast <to = 1> (r) y = Add(x, f)"
-    graph = onnx.parser.parse_graph(f"{text} <int64[1] one = {{1}}> {{ {body} }}")
-    path = tmp_path / "model.onnx"
-    onnx.save(helper.make_model(graph, opset_imports=[helper.make_opsetid("", 17)], ir_version=8), path)
-    model = Artifact(kind="onnx", path=path, sha256="", bytes=0, signature=model_file.signature(path))
-    (reference := tmp_path / "reference").mkdir()
-    sample = Sample(engine=OnnxRuntime(), ranges={}, batches=(1, 8), data=None, data_options=DataOptions(), seed=0)
-    (note,) = sample.run({"model": model}, reference, lambda _: None).notes
-    assert re.match("the samples are made up, and 'rate' is [01] in all of them: .* --eval DATA$", note)
-    lengths = samples.read_arrays(reference, "feeds", 1)["lengths"]
-    assert len({*lengths.tolist()}) > 2
-    assert lengths.max() > 3
 
 
 def test_samples_of_an_output_for_each_pair_of_them_interact(tmp_path: Path) -> None:

@@ -254,37 +254,6 @@ def test_outputs_that_are_compared_as_sets_of_rows_are_told(shares: tuple[float 
         assert all(said in line for line in told)
 
 
-@pytest.mark.parametrize(
-    ("stage", "graph", "engine", "told"),
-    [
-        ("precision-int8-openvino", 44.6, 16.2, True),
-        ("quantize-int8", 30.0, 16.2, True),
-        ("precision-int8-openvino", 28.0, 19.0, False),
-        ("precision-int8-openvino", 44.6, 28.0, False),
-        ("precision-int8-openvino", None, 16.2, False),
-        ("simplify", 136.7, 16.2, False),
-    ],
-)
-def test_an_engine_that_is_far_from_its_own_graph_is_suspect(
-    stage: str, graph: float | None, engine: float, told: bool
-) -> None:
-    """One that computes in a lower precision than its graph has no such graph."""
-    figures: dict[str, Any] = {"cosine": 1.0, "max_abs_error": 0.1, "argmax_agreement": None, "passed": True}
-    compared = [
-        StageFidelity(stage=name, point=point, batch=batch, sqnr_db=sqnr_db and sqnr_db + batch, **figures)
-        for name, sqnr_db in ((stage, graph), ("engine", engine))
-        for point, batch in (("min", 0), ("max", -2))
-    ]
-    shown = run(variants=(variant("onnxruntime-int8", fidelity=compared, precision="int8"),))
-    said = f"onnxruntime-int8 is suspect: its graph in int8 has an SQNR of {graph} dB, and its engine {engine} dB"
-    for lines in (sentences.list_notes(shown), sentences.list_warnings(shown)):
-        found = [line for line in lines if "suspect" in line]
-        assert len(found) == told
-        assert all(line.startswith(said) for line in found)
-    failed = variant("onnxruntime-int8", fidelity=compared, precision="int8", status="failed")
-    assert not any("suspect" in line for line in sentences.list_notes(run(variants=(failed,))))
-
-
 def test_a_difference_that_rounding_alone_explains_is_a_warning() -> None:
     figures: dict[str, Any] = {"cosine": 1.0, "max_abs_error": 0.1, "argmax_agreement": None, "passed": True}
     said = "rounding in float32 may change the output 'y' to an SQNR of 60.5 dB: that explains the 64.2 dB after engine"
