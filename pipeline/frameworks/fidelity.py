@@ -471,14 +471,23 @@ def _measure_by_sample(pairs: _Pairs, batch: int) -> float | None:
     """Measure the mean loss of samples along the first axis; None where that is not the batch, or samples are small."""
     if batch < 2 or not pairs or any(wanted.shape[:1] != (batch,) for wanted, _ in pairs):
         return None
-    fill, signal, noise = find_fill([wanted for wanted, _ in pairs]), list[Array](), list[Array]()
-    for pair in pairs:
-        wanted, given = (side.reshape(batch, -1).astype(np.float64) for side in pair)
-        used = np.isfinite(wanted) & np.isfinite(given) & (np.abs(wanted) < fill)
-        wanted, given = np.where(used, wanted, 0.0), np.where(used, given, 0.0)
-        signal.append(np.square(wanted).sum(1))
-        noise.append(np.square(given - wanted).sum(1))
-    return average_over_samples(np.concatenate(signal), np.concatenate(noise), pairs[0][0].size / batch)
+    fill = find_fill([wanted for wanted, _ in pairs])
+    samples = [sample for pair in pairs for sample in zip(*pair, strict=True)]
+    signal, noise = np.array([_measure_energies(*sample, fill) for sample in samples]).T
+    return average_over_samples(signal, noise, pairs[0][0].size / batch)
+
+
+def _measure_energies(wanted: Array, given: Array, fill: float) -> tuple[float, float]:
+    """Measure the energies of what is wanted and of its error, where both are finite and do not fill masked places."""
+    signal = noise = 0.0
+    for right, other in _iterate_chunks([(wanted, given)]):
+        used = np.isfinite(right) & np.isfinite(other) & (np.abs(right) < fill)
+        if not used.all():
+            right, other = right[used], other[used]
+        apart = other - right
+        signal += float(right @ right)
+        noise += float(apart @ apart)
+    return signal, noise
 
 
 def find_audible(energies: Array) -> Array:

@@ -338,8 +338,18 @@ def _list_judged(quantized: "ir.Model", floating: "ir.Model", model: Artifact) -
         if value.name in usable:
             judged.append(str(value.name))
         else:
-            waiting += [given for given in node.inputs if given is not None]
+            waiting += _list_reads(node)
     return {name: f"value {name!r}" for name in judged}
+
+
+def _list_reads(node: "ir.Node") -> "list[ir.Value]":
+    """List the values that a node computes from: its inputs, and what the graphs within it return."""
+    returned = list[ir.Value]()
+    for entry in node.attributes.values():
+        if entry.type in (ir.AttributeType.GRAPH, ir.AttributeType.GRAPHS):
+            graphs = [entry.as_graph()] if entry.type == ir.AttributeType.GRAPH else entry.as_graphs()
+            returned += [value for graph in graphs for value in graph.outputs]
+    return [value for value in (*node.inputs, *returned) if value is not None]
 
 
 def _is_gradual(value: "ir.Value") -> bool:

@@ -215,6 +215,20 @@ def test_no_cast_is_swapped_with_the_transpose_before_it(
         np.testing.assert_array_equal(session.run(feeds)["y"], x.T if "Transpose" in nodes else x)
 
 
+@pytest.mark.parametrize(("level", "without"), [("disabled", ()), ("all", ("MatmulTransposeFusion",))])
+def test_a_graph_is_not_parsed_where_that_decides_nothing(
+    level: Level, without: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It would count as memory of the engine."""
+    text = """<ir_version: 10, opset_import: ["" : 20]> g (float[8,N] x) => (float[8,8] y)
+        { t = Transpose(x) y = MatMul(x, t) }"""
+    onnx.save(onnx.parser.parse_model(text), tmp_path / "graph.onnx")
+    x, options = np.eye(8, dtype=np.float32), sessions.session_options(CPU, level, memory_arena=False)
+    monkeypatch.setattr(model_file, "read", None)
+    session = sessions.open_session(tmp_path / "graph.onnx", options, CPU, without=without)
+    np.testing.assert_array_equal(session.run(None, {"x": x})[0], x)
+
+
 @pytest.mark.parametrize("level", ["disabled", "basic", "extended", "all"])
 def test_scales_of_float16_are_not_multiplied(level: Level, tmp_path: Path) -> None:
     """ONNX Runtime 1.31 quantizes biases by itself, with the product of two scales: 1e-6 is hardly there in float16."""

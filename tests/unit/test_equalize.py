@@ -417,3 +417,19 @@ def test_channels_of_all_experts_become_alike(tmp_path: Path) -> None:
     assert done.ratio_before > 500
     assert done.ratio_after < 5
     assert difference(before, after, x) < 1e-5
+
+
+def test_no_channel_of_an_expert_grows_beyond_the_largest_of_all(tmp_path: Path) -> None:
+    large = np.arange(WIDTH) < 2
+    weights = {
+        "w": normal(3, 5, WIDTH) * np.where(large, 0.01, 1),
+        "b": np.where(large, 30, normal(3, 1, WIDTH, seed=1)),
+    }
+    weights["v"] = normal(3, WIDTH, 4, seed=2) * np.where(large, 3, 1)[:, None]
+    nodes = [node("MatMul", "x w", "a"), node("Add", "a b", "c"), node("Relu", "c", "r"), node("MatMul", "r v", "y")]
+    weights = {name: value.astype(np.float32) for name, value in weights.items()}
+    before, x = save_graph(tmp_path, nodes, weights, x=("n", 3, 7, 5)), normal(8, 3, 7, 5)
+    after, done = written(before, measure_ranges(before, x, "r", axis=-1))
+    assert done.ties == 1
+    assert evaluate(after, x, "r")["r"].max() <= 1.001 * evaluate(before, x, "r")["r"].max()
+    assert difference(before, after, x) < 1e-5

@@ -26,7 +26,7 @@ from enginesmith.pipeline.passes.quantize.layerwise_error import SWITCHES, add_s
 from enginesmith.pipeline.passes.quantize.precision import Precision
 from enginesmith.pipeline.passes.quantize.precisions import WEAK_DB
 from enginesmith.pipeline.passes.quantize.qdq import Settings
-from enginesmith.pipeline.passes.quantize.search import Advice, Candidate, GroupFact, Trial, propose
+from enginesmith.pipeline.passes.quantize.search import GroupFact, Trial
 from enginesmith.pipeline.passes.quantize.weights import quantize_to_int4
 from enginesmith.pipeline.passes.rescale.smooth_quant import Smooth
 from enginesmith.pipeline.system.device import Device
@@ -147,7 +147,12 @@ def test_the_impact_of_a_group_is_what_it_alone_changes_in_the_answers(tmp_path:
     assert every
 
 
+BRANCH = "g () => (int64[batch] p) { p = ArgMax<axis=1, keepdims=0>(y) }"
 CHOOSING = {
+    "branches": (
+        "int64[batch] z",
+        f"n = Size(x) c = Cast<to=9>(n) z = If(c) <then_branch = {BRANCH}, else_branch = {BRANCH}>",
+    ),
     "classes": ("int64[batch] z", "z = ArgMax<axis=1, keepdims=0>(y)"),
     "classes as floats": ("float[batch] z", "k = ArgMax<axis=1, keepdims=0>(y) z = Cast<to=1>(k)"),
     "sorted": ("float[batch, 2] top, int64[batch, 2] z", "two = Constant<value_ints=[2]>() top, z = TopK(y, two)"),
@@ -391,61 +396,6 @@ def test_errors_of_answers_are_of_their_energy(exact: list[float], answer: list[
 
 
 FAILED = Trial(passed=False, error=1.0, phase="everything", method="mse", kept=(), why="everything quantized")
-
-
-def choose(trials: list[Trial], groups: list[GroupFact], impacts: dict[str, float]) -> Candidate:
-    candidate = propose(trials, {"given": groups}, ("mse",), frozenset(), impacts=impacts)
-    assert candidate is not None
-    return candidate
-
-
-def test_groups_that_change_the_answers_most_stay_in_floating_point_first() -> None:
-    assert choose([FAILED], MISLEADING, {}).kept == {"second"}
-    assert choose([FAILED], MISLEADING, {"first": 0.1, "second": 0.001}).kept == {"first"}
-
-
-def test_their_work_counts_too() -> None:
-    groups = facts(("small", 30.0, 1), ("large", 30.0, 99))
-    assert choose([FAILED], groups, {"small": 0.01, "large": 0.1}).kept == {"small"}
-    assert choose([FAILED], groups, {"small": 0.0001, "large": 0.1}).kept == {"large"}
-
-
-def test_what_others_needed_counts_only_where_nothing_is_measured() -> None:
-    groups = facts(*((f"g{index}", 30.0 + index, 100) for index in range(8)))
-    advice = Advice(float_share=0.5)
-    without = propose([FAILED], {"given": groups}, ("mse",), frozenset(), advice=advice)
-    assert without is not None
-    assert len(without.kept) == 4
-    measured = propose([FAILED], {"given": groups}, ("mse",), frozenset(), advice=advice, impacts={"g7": 0.1})
-    assert measured is not None
-    assert measured.kept == {"g7"}
-
-
-def test_the_first_are_as_many_as_make_most_of_the_error_and_then_twice_as_many() -> None:
-    groups = facts(*((f"g{index}", 30.0, 100) for index in range(8)))
-    impacts = {f"g{index}": 0.1 if index < 3 else 0.01 for index in range(8)}
-    first = choose([FAILED], groups, impacts)
-    assert first.kept == {"g0", "g1", "g2"}
-    trial = FAILED.model_copy(update={"phase": "sensitive", "kept": tuple(sorted(first.kept)), "impacts": impacts})
-    assert choose([FAILED, trial], groups, {}).kept == {f"g{index}" for index in range(6)}
-
-
-def test_where_impacts_are_known_nothing_is_given_back_for_its_work() -> None:
-    groups = facts(*((f"g{index}", 30.0, 1000 if index == 0 else 10) for index in range(8)))
-    kept = {"phase": "sensitive", "kept": ("g0", "g1"), "passed": True}
-    trials = [
-        FAILED,
-        FAILED.model_copy(update=kept | {"passed": False, "kept": ("g0",)}),
-        FAILED.model_copy(update=kept),
-    ]
-    assert choose(trials, groups, {}).phase == "give back"
-    assert propose(trials, {"given": groups}, ("mse",), frozenset(), impacts={"g0": 0.1, "g1": 0.1}) is None
-
-
-def test_groups_without_an_impact_follow_by_their_own_errors() -> None:
-    groups = facts(("a", 30.0, 100), ("b", 10.0, 100), ("c", 20.0, 100), ("d", 40.0, 100))
-    trial = FAILED.model_copy(update={"phase": "sensitive", "kept": ("d",), "impacts": {"d": 0.1}})
-    assert choose([FAILED, trial], groups, {}).kept == {"d", "b"}
 
 
 def search(inputs: dict[str, Artifact], folder: Path) -> list[Trial]:

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from enginesmith.pipeline.passes.quantize.precisions import Cause
-from enginesmith.pipeline.passes.quantize.search import Candidate, GroupFact, Trial, best, propose
+from enginesmith.pipeline.passes.quantize.search import Advice, Candidate, GroupFact, Trial, best, propose
 from enginesmith.pipeline.tasks.mixed_precision import Search
 
 Judge = Callable[[Candidate], tuple[bool, float, float | None]]
@@ -212,9 +212,10 @@ def test_what_fits_the_cause_of_most_that_lose_much_is_tried_first(cause: Cause,
         ({"": (2.10, 2.0, 2.2), "g0": (2.40, 2.3, 2.5)}, "g0"),
         ({"": (2.10, 2.1, 2.1), "g0": (2.12, 2.12, 2.12)}, ""),
         ({"": (2.0, 1.9, 2.1), "g0": (2.2, 2.0, 2.4), "g0 g1": (2.5, 2.3, 2.7)}, "g0"),
+        ({"": (1.0, 0.99, 1.01), "g0": (1.5, 1.49, 1.51), "g0 g1": (1.55, 0.6, 2.5)}, "g0"),
         ({"": None, "g0": None}, ""),
     ],
-    ids=["noise", "apart", "little", "between", "not measured"],
+    ids=["noise", "apart", "little", "between", "the fastest is noisy", "not measured"],
 )
 def test_fewer_groups_are_quantized_only_where_that_is_faster_beyond_noise(intervals: Any, chosen: str) -> None:
     given: dict[str, Any] = {"phase": "everything", "method": "mse", "why": "", "passed": True, "error": 0}
@@ -236,3 +237,66 @@ def test_no_trial_begins_that_its_share_of_the_time_is_too_short_for(left: float
     assert search.model_copy(update={"left_seconds": left})._is_late(trials) == late
     assert not search._is_late([])
     assert not search._is_late(trials)
+
+
+def facts(*groups: tuple[str, float, int]) -> list[GroupFact]:
+    return [GroupFact(name=name, module="", kind="MatMul", macs=macs, sqnr_db=db) for name, db, macs in groups]
+
+
+FAILED = Trial(passed=False, error=1.0, phase="everything", method="mse", kept=(), why="everything quantized")
+
+
+def choose(trials: list[Trial], groups: list[GroupFact], impacts: dict[str, float]) -> Candidate:
+    candidate = propose(trials, {"given": groups}, ("mse",), frozenset(), impacts=impacts)
+    assert candidate is not None
+    return candidate
+
+
+def test_groups_that_change_the_answers_most_stay_in_floating_point_first() -> None:
+    groups = facts(("first", 30.0, 100), ("second", 10.0, 100))
+    assert choose([FAILED], groups, {}).kept == {"second"}
+    assert choose([FAILED], groups, {"first": 0.1, "second": 0.001}).kept == {"first"}
+
+
+def test_their_work_counts_too() -> None:
+    groups = facts(("small", 30.0, 1), ("large", 30.0, 99))
+    assert choose([FAILED], groups, {"small": 0.01, "large": 0.1}).kept == {"small"}
+    assert choose([FAILED], groups, {"small": 0.0001, "large": 0.1}).kept == {"large"}
+
+
+def test_what_others_needed_counts_only_where_nothing_is_measured() -> None:
+    groups = facts(*((f"g{index}", 30.0 + index, 100) for index in range(8)))
+    advice = Advice(float_share=0.5)
+    without = propose([FAILED], {"given": groups}, ("mse",), frozenset(), advice=advice)
+    assert without is not None
+    assert len(without.kept) == 4
+    measured = propose([FAILED], {"given": groups}, ("mse",), frozenset(), advice=advice, impacts={"g7": 0.1})
+    assert measured is not None
+    assert measured.kept == {"g7"}
+
+
+def test_the_first_are_as_many_as_make_most_of_the_error_and_then_twice_as_many() -> None:
+    groups = facts(*((f"g{index}", 30.0, 100) for index in range(8)))
+    impacts = {f"g{index}": 0.1 if index < 3 else 0.01 for index in range(8)}
+    first = choose([FAILED], groups, impacts)
+    assert first.kept == {"g0", "g1", "g2"}
+    trial = FAILED.model_copy(update={"phase": "sensitive", "kept": tuple(sorted(first.kept)), "impacts": impacts})
+    assert choose([FAILED, trial], groups, {}).kept == {f"g{index}" for index in range(6)}
+
+
+def test_where_impacts_are_known_nothing_is_given_back_for_its_work() -> None:
+    groups = facts(*((f"g{index}", 30.0, 1000 if index == 0 else 10) for index in range(8)))
+    kept = {"phase": "sensitive", "kept": ("g0", "g1"), "passed": True}
+    trials = [
+        FAILED,
+        FAILED.model_copy(update=kept | {"passed": False, "kept": ("g0",)}),
+        FAILED.model_copy(update=kept),
+    ]
+    assert choose(trials, groups, {}).phase == "give back"
+    assert propose(trials, {"given": groups}, ("mse",), frozenset(), impacts={"g0": 0.1, "g1": 0.1}) is None
+
+
+def test_groups_without_an_impact_follow_by_their_own_errors() -> None:
+    groups = facts(("a", 30.0, 100), ("b", 10.0, 100), ("c", 20.0, 100), ("d", 40.0, 100))
+    trial = FAILED.model_copy(update={"phase": "sensitive", "kept": ("d",), "impacts": {"d": 0.1}})
+    assert choose([FAILED, trial], groups, {}).kept == {"d", "b"}

@@ -197,7 +197,8 @@ def open_session(
         ort.preload_dlls()
     if content is not None:
         chosen.add_session_config_entry("session.model_external_initializers_file_folder_path", str(path.parent))
-    left_out = [*(disabled_optimizers(path, device) if content is None else []), *without]
+    optimizes = content is None and chosen.graph_optimization_level != ort.GraphOptimizationLevel.ORT_DISABLE_ALL
+    left_out = [*(disabled_optimizers(path, device, without) if optimizes else []), *without]
     providers = within_limit(providers, device)
     load_libraries(providers[0][0])
     given: dict[str, Any] = {"disabled_optimizers": left_out, "enable_fallback": 0}  # to the CPU
@@ -215,17 +216,23 @@ def open_session(
     return session
 
 
-def disabled_optimizers(path: Path, device: Device) -> list[str]:
-    """List optimizations that get a graph wrong, or crash or slow it down on this device, by ONNX Runtime's names."""
+def disabled_optimizers(path: Path, device: Device, without: Sequence[str] = ()) -> list[str]:
+    """List optimizations that get a graph wrong, or crash or slow it down on this device, by ONNX Runtime's names.
+
+    Those that are left out anyway, as ``without`` says, need not be among them: to find out takes a copy of the graph.
+    """
     wrong = find_wrong_optimizers(path)
-    return [*wrong, *_find_crashing_optimizers(path), *SLOW_ON_CPU] if device.kind == "cpu" else [*wrong]
+    if device.kind != "cpu":
+        return [*wrong]
+    crashing = () if {*_CRASHING_ON_CPU} <= {*without} else _find_crashing_optimizers(path)
+    return [*wrong, *crashing, *SLOW_ON_CPU]
 
 
-def _read_if_named(path: Path, operator: bytes) -> "onnx.ModelProto | None":
-    """Parse a graph that has an operator with this in its name; None if it has none, or cannot be read."""
+def _read_if_named(path: Path, *operators: bytes) -> "onnx.ModelProto | None":
+    """Parse a graph that has operators with these in their names; None if it has not, or cannot be read."""
     try:
         with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as content:
-            found = content.find(operator) >= 0
+            found = all(content.find(operator) >= 0 for operator in operators)
         return model_file.read(path) if found else None
     except (OSError, ValueError, InvalidGraph):  # ValueError: an empty file
         return None
@@ -236,7 +243,7 @@ def _find_crashing_optimizers(path: Path) -> tuple[str, ...]:
 
     Casts are also inserted by ONNX Runtime, where an operator has no kernel for float16.
     """
-    model = _read_if_named(path, b"Transpose")
+    model = _read_if_named(path, b"Transpose", b"MatMul")
     if model is None:
         return ()
     casts = {node.output[0] for node in traversal.nodes(model) if node.op_type == "Cast" and node.output}

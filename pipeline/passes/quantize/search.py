@@ -285,8 +285,7 @@ def best(trials: Sequence[Trial], groups: Sequence[GroupFact]) -> Trial | None:
     passed = [trial for trial in trials if trial.passed]
     passed = [trial for trial in passed if trial.fits] or passed
     passed.sort(key=lambda trial: (sum(work.get(name, 0) for name in trial.kept), trial.error))
-    fastest = max(passed, key=lambda trial: trial.speedup or 0.0, default=None)
-    return next((trial for trial in passed if fastest and not _is_faster(fastest, trial)), None)
+    return next((trial for trial in passed if not any(_is_faster(other, trial) for other in passed)), None)
 
 
 def _is_faster(trial: Trial, other: Trial) -> bool:

@@ -25,6 +25,7 @@ from enginesmith.pipeline.artifact import Artifact, Effect, Kind
 from enginesmith.pipeline.frameworks.onnx import edit, ir
 from enginesmith.pipeline.passes.base import PrecisionRequest, Progress, Records, Stage
 from enginesmith.pipeline.passes.graph_pass import GraphPass
+from enginesmith.pipeline.passes.quantize import layers
 from enginesmith.pipeline.passes.quantize.precisions import KINDS
 from enginesmith.pipeline.passes.rescale import labels, products
 from enginesmith.pipeline.passes.rescale.labels import ChannelLabels, Labels
@@ -81,7 +82,7 @@ class _Limits:
             np.full(channel_labels.count, _LARGEST_FACTOR),
         )
         for product, read in channel_labels.readers:
-            magnitudes = _by_channel(product.data, product.inputs, ranges)
+            magnitudes = _find_inputs(product, ranges)
             # no channel grows beyond the largest, and one that was never alive stays
             if magnitudes is not None and magnitudes.max() > 0:
                 np.maximum.at(smallest, read, np.where(magnitudes > 0, magnitudes / magnitudes.max(), 1))
@@ -233,6 +234,19 @@ class _ChannelSet:
 def _by_channel(value: "ir.Value", count: int, ranges: Ranges | None) -> Array | None:
     known = ranges.channels.get(value.name or "") if ranges is not None else None
     return np.array(known.amax) if known is not None and len(known.amax) == count else None
+
+
+def _find_inputs(product: Product, ranges: Ranges | None) -> Array | None:
+    """Find the largest magnitude of each channel that a product reads; None where it is not known.
+
+    Statistics are of the last axis for all matrices of a stack together: no matrix reads more than that.
+    """
+    if not product.reads_stack:
+        return _by_channel(product.data, product.inputs, ranges)
+    known = layers.find_channel_statistics(product.node, ranges)
+    if known is None or len(known.amax) != product.inputs // product.groups:
+        return None
+    return np.tile(np.array(known.amax), product.groups)
 
 
 def _bound(clip: "ir.Node") -> float | None:
