@@ -277,6 +277,7 @@ def test_slower_steps_are_fewer_so_that_it_ends_in_time(
     assert any("the schedule was shortened" in note for note in effect.notes)
 
 
+@pytest.mark.thorough
 def test_a_schedule_that_was_shortened_is_gone_on_with(
     pair: Pair, unlabeled: Path, tmp_path: Path, slower: Callable[..., str]
 ) -> None:
@@ -352,6 +353,7 @@ def loss(student, teacher, batch):
 """
 
 
+@pytest.mark.thorough
 def test_what_memory_ran_out_in_is_done_again_in_smaller_parts(pair: Pair, unlabeled: Path, tmp_path: Path) -> None:
     found = {}
     for name, learning, after in (("whole", True, 10**6), ("step", True, 2), ("evaluation", False, 2)):
@@ -409,6 +411,7 @@ def test_weights_of_half_precision_are_refused(pair: Pair) -> None:
         trainer.Models(loaded, loaded, loaded).ready(torch.device("cpu"))
 
 
+@pytest.mark.thorough
 def test_another_checkpoint_than_of_this_data_is_not_gone_on_from(pair: Pair, data: Path, tmp_path: Path) -> None:
     begun, out = tmp_path / "begun", tmp_path / "out"
     for folder in (begun, out):

@@ -178,7 +178,7 @@ def test_a_file_that_cannot_be_executed_again_is_refused_with_its_reason(
     assert "a module that the file imports" in (caught.value.remedy or "")
 
 
-@pytest.mark.parametrize("place", ["attribute", "global"])
+@pytest.mark.parametrize("place", ["attribute", pytest.param("global", marks=pytest.mark.thorough)])
 def test_another_number_in_the_module_makes_another_artifact(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, place: str
 ) -> None:
