@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 from enginesmith.calibration.ranges import FILE as RANGES_FILE
 from enginesmith.pipeline.artifact import Artifact
 from enginesmith.pipeline.engines.base import TUNING
-from enginesmith.pipeline.errors import LATE, NO_TIME, NO_TIME_TO_MEASURE, StepCrashed, WrongEngine
+from enginesmith.pipeline.errors import LATE, NO_TIME, NO_TIME_TO_MEASURE, StepCrashed, UnsupportedGraph, WrongEngine
 from enginesmith.pipeline.execution.events import Outcome, Outcomes
 from enginesmith.pipeline.frameworks import samples
 from enginesmith.pipeline.frameworks.onnx.model_file import ASKED
@@ -422,6 +422,7 @@ def assemble(header: Header, recipe: Recipe, plan: Plan, outcomes: Outcomes, art
         judge_precision(record, variant.device, asked=variant.precision != plan.baseline.precision)
         for record, variant in zip(records, plan.variants, strict=True)
     ]
+    judged = settle_untried(judged)
     batch = deciding_batch(recipe, (row for rows in latency.values() for row in rows))
     # the machine when latency was measured, which may have been in an earlier run
     measured = artifact_of(outcomes, plan.latency)
@@ -458,6 +459,25 @@ def assemble(header: Header, recipe: Recipe, plan: Plan, outcomes: Outcomes, art
         pareto=chosen.pareto,
         verdicts=chosen.verdicts,
     )
+
+
+def settle_untried(records: Sequence[VariantRecord]) -> list[VariantRecord]:
+    """Say of variants for which no time was left that more would not help, where their engine does not take the model.
+
+    An operator that the engine lacks is in each form of the graph, as the one in float is what the others are made of.
+    """
+    refusing = {
+        (record.engine, record.target): record.id
+        for record in records
+        if record.failure == UnsupportedGraph.failure and record.precision == "fp32"
+    }
+    settled = []
+    for record in records:
+        if record.untried and (refused := refusing.get((record.engine, record.target))):
+            reason = f"its engine does not take the graph: see {refused}"
+            record = record.model_copy(update={"untried": False, "late": None, "reason": reason})
+        settled.append(record)
+    return settled
 
 
 def _latencies(plan: Plan, outcomes: Outcomes) -> dict[str, list[LatencyRow]]:

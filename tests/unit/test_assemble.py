@@ -33,7 +33,7 @@ from enginesmith.pipeline.planning.variants import resolve_recipe
 from enginesmith.pipeline.recipe import make
 from enginesmith.pipeline.report import sentences
 from enginesmith.pipeline.results import run as runs
-from enginesmith.pipeline.results.assemble import End, Header, assemble, explain_end, find_engine
+from enginesmith.pipeline.results.assemble import End, Header, assemble, explain_end, find_engine, settle_untried
 from enginesmith.pipeline.results.run import Run, VariantRecord
 from enginesmith.pipeline.system.device import Device
 from enginesmith.pipeline.tasks.prune import FACTS
@@ -285,6 +285,32 @@ def test_what_was_built_and_no_time_was_left_to_measure_is_told_apart(outcomes: 
     (outcomes.folder / LATENCY / "records.json").write_text(json.dumps(rows[:2]))
     outcomes.change(StepRef("build", "fp32"), kind="module")
     assert outcomes.record(FLOAT).reason == NO_TIME, "a module is compiled when it is measured"
+
+
+@pytest.mark.parametrize(
+    ("failure", "precision", "told"),
+    [
+        ("unsupported", "fp32", ["elsewhere"]),
+        ("internal", "fp32", ["int8", "elsewhere"]),
+        ("unsupported", "fp16", ["int8", "elsewhere"]),
+    ],
+)
+def test_a_search_promises_no_variant_of_an_engine_that_does_not_take_the_model(
+    failure: str, precision: str, told: list[str]
+) -> None:
+    late = {"status": "skipped", "untried": True, "late": "no time", "reason": NO_TIME}
+    records = settle_untried(
+        [
+            variant("float", engine="openvino", precision=precision, status="failed", failure=failure),
+            variant("int8", engine="openvino", precision="int8", **late),
+            variant("elsewhere", precision="int8", **late),
+        ]
+    )
+    assert [record.id for record in records if record.untried and record.late] == told
+    if "int8" not in told:
+        assert records[1].reason == "its engine does not take the graph: see float"
+    (line,) = (line for line in sentences.list_footnotes(small(variant("eager"), *records)) if "resume" in line)
+    assert line.endswith(f"tries {', '.join(told)}")
 
 
 def test_where_the_step_that_measures_all_has_failed_no_variant_can_be_used(outcomes: Outcomes) -> None:
