@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, Field
 
-from enginesmith.pipeline.measure.statistics import MOSTLY_DISTURBED, Interval
+from enginesmith.pipeline.measure.statistics import MOSTLY_DISTURBED, TOO_NOISY, Interval
 from enginesmith.pipeline.units import format_share
 
 SAMPLES = "samples.npz"
@@ -198,6 +198,12 @@ class LatencyRow(BaseModel, frozen=True):
     def speedup_too_noisy(self) -> bool:
         """Tell whether the speed-up is no result: its interval is too wide, or its calls were disturbed."""
         return self.speedup is not None and (self.speedup.too_noisy or self.speedup_disturbed)
+
+    def format_speedup(self) -> str:
+        """Format the speed-up: ``3.10× [3.02, 3.18]``, that it is too noisy to tell, or a dash where it is unknown."""
+        if self.speedup is None:
+            return "–"
+        return TOO_NOISY if self.speedup_too_noisy else self.speedup.times()
 
 
 class Lens(BaseModel, frozen=True):

@@ -238,13 +238,15 @@ def _explain_near_win(run: Run, winner: VariantRecord, batch: int) -> str:
                 return f"it wins by its lower median; too few rounds to tell whether it is faster than {record.id}"
             continue
         ratio = divide(mine.speedup, theirs.speedup)
-        if ratio.low > 1:
+        disturbed = mine.speedup_disturbed or theirs.speedup_disturbed
+        if ratio.low > 1 and not disturbed:
             continue
         loss = f"{quality.metric} drop {format_metric(quality.drop, '+')}" if quality else ""
         risky = verdicts.may_lose_more(record, allowed) and not verdicts.may_lose_more(winner, allowed)
         if quality and holds and risky:
-            most, times = format_metric(quality.seen_high or 0.0, "+"), divide(theirs.speedup, mine.speedup).times()
-            other = f"{record.id} ({loss}, and up to {most}) is {times} as fast"
+            most, back = format_metric(quality.seen_high or 0.0, "+"), divide(theirs.speedup, mine.speedup)
+            speed = "may be faster" if disturbed or back.too_noisy else f"is {back.times()} as fast"
+            other = f"{record.id} ({loss}, and up to {most}) {speed}"
             return f"it wins by its accuracy: {other}, but may lose more than allowed"
         if ratio.median >= 1:
             return f"it wins by its higher speed-up, which is not measurably higher than that of {record.id}"

@@ -8,7 +8,6 @@ from typing import Any, ClassVar, Literal, Self
 
 from enginesmith.pipeline.measure.quality import Quality, explain_few_samples
 from enginesmith.pipeline.measure.rows import LatencyRow, StageFidelity, Throughput
-from enginesmith.pipeline.measure.statistics import TOO_NOISY
 from enginesmith.pipeline.results.run import Run, VariantRecord
 from enginesmith.pipeline.units import format_bytes, format_metric, ms
 
@@ -167,7 +166,7 @@ def speedup(record: VariantRecord, batch: int) -> str:
     row = record.row(batch)
     if row is None or row.speedup is None:
         return "–"
-    return Number(TOO_NOISY if row.speedup_too_noisy else row.speedup.times(), row.speedup.median)
+    return Number(row.format_speedup(), row.speedup.median)
 
 
 def format_drop(quality: Quality | None) -> Number:

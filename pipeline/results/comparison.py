@@ -115,7 +115,7 @@ def _judge_ratio(
         which, row = few
         unjudged = f"a reliable interval needs {LEAST_LAUNCHES} launches, and {which} has "
         unjudged += f"{row.launches or 'none on record'}; give it more --measure-time"
-    elif ratio.too_noisy:
+    elif ratio.too_noisy or (yardsticks and any(row.speedup_disturbed for row in rows)):
         unjudged = f"{TOO_NOISY}; {NOISE_REMEDY}"
     elif disturbed > MOSTLY_DISTURBED:
         unjudged = f"{disturbed:.0%} of the calls of one side waited for a core that other programs used"

@@ -482,10 +482,16 @@ def _is_as_fast(record: VariantRecord, fastest: VariantRecord, batch: int) -> bo
 
 
 def _gain(faster: VariantRecord, slower: VariantRecord, batch: int) -> Interval | None:
-    """Divide the speeds of two records; None where one of them was not compared with the baseline."""
-    rows = faster.row(batch), slower.row(batch)
-    above, below = (row.speedup if row else None for row in rows)
-    return divide(above, below) if above and below else None
+    """Divide the speeds of two records; None where one of them was not compared with the baseline.
+
+    Where other programs disturbed one of them, the interval leaves all open.
+    """
+    above, below = faster.row(batch), slower.row(batch)
+    if not above or not below or not above.speedup or not below.speedup:
+        return None
+    ratio = divide(above.speedup, below.speedup)
+    disturbed = above.speedup_disturbed or below.speedup_disturbed
+    return Interval(median=ratio.median, low=0.0, high=math.inf) if disturbed else ratio
 
 
 def find_best_reference(records: Sequence[VariantRecord], winner: str | None, batch: int) -> BestReference | None:

@@ -243,7 +243,7 @@ class Search(Task):
                 if judged.passed and FLOAT in inputs:
                     sides = {"float": (self.engine, inputs[FLOAT]), "quantized": (self.engine, built)}
                     _, row = measure_beside(sides, self.device, inputs[REFERENCE], _SPEED_SECONDS, progress)
-                    gain = row.speedup
+                    gain = None if row.speedup_disturbed else row.speedup
             except (ModelError, MissingCapability) as error:
                 if not (self.runs_here and KINDS[self.step.precision].lowered):
                     _log.info("judged by simulation: %s", error)  # the engine's own steps say so of the variant

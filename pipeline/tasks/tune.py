@@ -20,7 +20,7 @@ from enginesmith.pipeline.measure.latency.benchmark import LatencySettings
 from enginesmith.pipeline.measure.latency.rows import measure_latency
 from enginesmith.pipeline.measure.memory.peak import measure_memory
 from enginesmith.pipeline.measure.rows import LatencyRow, Tuning, TuningTrial
-from enginesmith.pipeline.measure.statistics import Interval, divide
+from enginesmith.pipeline.measure.statistics import TOO_NOISY, Interval, divide
 from enginesmith.pipeline.passes.base import Progress
 from enginesmith.pipeline.store.manifest import MANIFEST
 from enginesmith.pipeline.tasks.base import Inputs
@@ -146,10 +146,12 @@ class Tune(Measurement):
             rows_by_name = measure_latency(candidates, {batch: measured[batch]}, settings, logs, progress).rows
         rows = {name: rows_by_name[name][0] for name in sides}
         base = rows.pop("")
+        disturbed = {name for name, row in rows.items() if row.speedup_disturbed and not self.callers}
         gains = {name: _divide_throughputs(row, base) if self.callers else row.speedup for name, row in rows.items()}
+        why = {name: row.failure or (TOO_NOISY if name in disturbed else "") for name, row in rows.items()}
         return [
-            TuningTrial(option=option, value=value, speedup=gains[value], failure=row.failure or "")
-            for value, row in rows.items()
+            TuningTrial(option=option, value=value, speedup=None if value in disturbed else gains[value], failure=text)
+            for value, text in why.items()
         ]
 
     def _find_fault(self, engine: Engine, inputs: Inputs, progress: Progress) -> str:

@@ -343,6 +343,8 @@ def test_what_people_read_has_the_differences_first() -> None:
 def test_a_speed_up_that_its_run_calls_too_noisy_is_no_number() -> None:
     text = shown(FIRST, run(variant(row(0.6, 1.6, speedup_disturbed=True))))
     assert "| speed-up at batch 1 | 2.00× [1.96, 2.04] | too noisy to tell |" in text
+    assert "- differs for certain" not in text
+    assert "- no measured difference is certain" in text
 
 
 def test_warnings_of_runs_are_said_once_and_a_trifle_of_size_is_no_headline() -> None:

@@ -367,6 +367,11 @@ def test_a_winner_that_is_not_measurably_faster_is_said_to_be_none() -> None:
     safe = careful.model_copy(update={"variants": (careful.variants[0], risky), "recipe": budgets})
     said = "it wins by its accuracy: int8 (top1 drop +0.0080, and up to +0.0130) is 1.11× [0.93, 1.33] as fast, but may"
     assert said in sentences.summarize(safe)
+    waited = risky.latency[0].model_copy(
+        update={"speedup_disturbed": True, "speedup": Interval(median=9, low=9, high=9)}
+    )
+    noisy = safe.model_copy(update={"variants": (careful.variants[0], risky.model_copy(update={"latency": (waited,)}))})
+    assert "up to +0.0130) may be faster, but may lose more" in sentences.summarize(noisy)
     beyond = (lossy(tied.variants[1], 0.0), lossy(tied.variants[0], 0.1))
     alone = careful.model_copy(update={"variants": beyond, "recipe": budgets, "winner": "int8"})
     assert "it wins by" not in sentences.summarize(alone), "the other one loses more than allowed"
@@ -420,6 +425,9 @@ def test_noise_is_told_once_with_what_to_do() -> None:
     narrow = wide.model_copy(update={"speedup": Interval(median=7, low=6, high=8), "speedup_disturbed": True})
     for noisy in (wide, narrow):
         assert tables.speedup(slow.model_copy(update={"latency": (noisy,)}), 1) == "too noisy to tell"
+        assert noisy.format_speedup() == "too noisy to tell"
+    assert narrow.model_copy(update={"speedup_disturbed": False}).format_speedup() == "7.00× [6.00, 8.00]"
+    assert waited.format_speedup() == "–"
     (said,) = sentences.describe_noise(run(baseline=slow, variants=(), environment={}))
     assert said.startswith("1 of 1 measurements were disturbed: in up to 70% of their calls")
     assert not list(sentences.describe_noise(run(baseline=slow, variants=())))  # the machine's warning says it

@@ -107,6 +107,17 @@ def test_of_equally_fast_ones_the_one_that_loses_less_wins(
     assert chosen.verdicts[0].actual == (0.008 if winner == "lossy" else drop)
 
 
+@pytest.mark.parametrize(("disturbed", "winner"), [(False, "risky"), (True, "safe")])
+def test_a_speed_up_of_disturbed_calls_is_worth_no_risk(disturbed: bool, winner: str) -> None:
+    def measured(name: str, ms: float, high: float) -> VariantRecord:
+        row = LatencyRow(batch=1, p50_ms=ms, speedup=exactly(10 / ms), speedup_disturbed=disturbed)
+        quality = Quality(metric="top1", value=0.9, baseline=0.9, drop=0.0, drop_high=high, samples=96, counted=True)
+        return record(name, ms, latency=(row,), quality=quality)
+
+    both = [EAGER, measured("risky", 1.0, 0.0135), measured("safe", 1.3, 0.0)]
+    assert select_winner(both, Budgets(max_drop=0.01), "latency", 1).winner == winner
+
+
 @pytest.mark.parametrize(
     ("slower", "high", "safe_high", "kind", "winner"),
     [

@@ -86,13 +86,16 @@ class Tuned:
         monkeypatch.setattr(tune, "measure_latency", self.measure)
         self.gains: Callable[[str], Interval | None] = lambda name: FASTER
         self.settings: list[Any] = []
+        self.disturbed = False
 
     def answer(self, wanted: np.ndarray[Any, Any]) -> None:
         samples.write_arrays(self.reference, "outputs", 0, {"y": wanted})
 
     def measure(self, candidates: Any, feeds: Any, settings: Any, logs: Path, progress: Any) -> Any:
         self.settings.append(settings)
-        rows = {name: [LatencyRow(batch=2, speedup=self.gains(name))] for name in (one.id for one in candidates)}
+        names = [one.id for one in candidates]
+        disturbed = {"speedup_disturbed": self.disturbed}
+        rows = {name: [LatencyRow(batch=2, speedup=self.gains(name), **disturbed)] for name in names}
         return SimpleNamespace(rows=rows)
 
     def run(self, engine: Engine | None = None, **fields: Any) -> tuple[Artifact, Any]:
@@ -119,6 +122,13 @@ def test_sessions_run_with_what_was_chosen(tuned: Tuned) -> None:
         with OnnxRuntime().load(built, Device(threads=threads)) as session:
             options = session._session.get_session_options()
             assert (options.intra_op_num_threads, options.get_session_config_entry(SPINNING)) == (wanted, "0")
+
+
+def test_nothing_is_chosen_by_calls_that_other_programs_disturbed(tuned: Tuned) -> None:
+    tuned.disturbed = True
+    _, record = tuned.run()
+    assert (record["fields"], record["kept"]) == ({}, [])
+    assert {(trial["speedup"], trial["failure"]) for trial in record["trials"]} == {(None, "too noisy to tell")}
 
 
 def unsure_together(name: str) -> Interval:
