@@ -150,7 +150,7 @@ class BuildRequest:
     """An empty folder."""
     device: Device
     ranges: Mapping[str, ShapeRange] = field(default_factory=dict)
-    """The sizes that dynamic dimensions may take; engines that need none ignore them."""
+    """The sizes that dynamic dimensions may take, or, for engines made from modules, those that somebody asked for."""
     progress: Callable[[str], None] = lambda text: None
 
 

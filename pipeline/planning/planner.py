@@ -285,7 +285,7 @@ def _engine_steps(
             "search": lowered.search,
             "recovered": lowered.recovered,
         }
-    build = build_step(built, graph)
+    build = build_step(recipe, built, graph)
     steps.append(build)
     if recipe.tune_seconds and built.engine.tunable_options(None, device):
         tune = tune_step(recipe, built, graph, build.id, recipe.tune_seconds, threshold)
@@ -319,7 +319,7 @@ def shapes_step(recipe: Recipe) -> Step:
     )
 
 
-def build_step(variant: Variant, graph: StepRef) -> Step:
+def build_step(recipe: Recipe, variant: Variant, graph: StepRef) -> Step:
     """Plan to build a variant's engine from a step's graph."""
     engine = variant.engine
     needs = {"model": graph}
@@ -327,7 +327,9 @@ def build_step(variant: Variant, graph: StepRef) -> Step:
         needs[SHAPES] = SHAPES
     lacking = "" if engine.built_elsewhere else variant.unavailable
     if not isinstance(engine, WorkspaceEngine) or variant.workspace not in SWEPT:
-        return Step(variant.artifact, Build(engine=engine, device=variant.device), needs, unavailable=lacking)
+        ranges = recipe.ranges if engine.consumes == "torch" else {}
+        build = Build(engine=engine, device=variant.device, ranges=ranges)
+        return Step(variant.artifact, build, needs, unavailable=lacking)
     point = SWEPT.index(variant.workspace)
     needs[UNLIMITED] = StepRef("build", replace(variant.name, workspace=MAX))
     if point:

@@ -182,7 +182,8 @@ def build_steps(resolved: ResolvedRecipe) -> tuple[Step, ...]:
             f"this asks for {len(variants)} engines, and build makes one",
             "name one target and one workspace limit; optimize makes all of them",
         )
-    return (*first, build_step(replace(variants[0], artifact=BUILD, unavailable=""), LOAD))  # the build says what lacks
+    made = replace(variants[0], artifact=BUILD, unavailable="")  # the build says what lacks
+    return (*first, build_step(resolved.recipe, made, LOAD))
 
 
 def refit_steps(resolved: ResolvedRecipe, engine: str) -> tuple[Step, ...]:

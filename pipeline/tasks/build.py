@@ -4,7 +4,7 @@ import tempfile
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
-from pydantic import BaseModel, SerializeAsAny
+from pydantic import BaseModel, Field, SerializeAsAny
 
 from enginesmith.pipeline.artifact import Artifact, Effect, Kind, file_digest
 from enginesmith.pipeline.engines.base import BuildRequest, Engine, EngineFacts
@@ -15,6 +15,7 @@ from enginesmith.pipeline.passes.run import run_pass
 from enginesmith.pipeline.system.device import Device
 from enginesmith.pipeline.tasks.base import RECORDS, Inputs, Task, write_records
 from enginesmith.pipeline.tasks.load import read_ranges
+from enginesmith.pipeline.tensors import ShapeRange
 from enginesmith.pipeline.units import format_bytes
 
 UNLIMITED = "unlimited"
@@ -62,6 +63,8 @@ class Build(Task):
 
     engine: SerializeAsAny[Engine]
     device: Device
+    ranges: dict[str, ShapeRange] = Field(default_factory=dict)
+    """Sizes that somebody asked for, for engines that are made from modules."""
 
     @property
     def identity(self) -> dict[str, Any]:
@@ -92,7 +95,7 @@ class Build(Task):
 
     def request(self, inputs: Inputs, out: Path, progress: Progress) -> BuildRequest:
         """Make the engine's build request."""
-        return BuildRequest(inputs["model"], out, self.device, read_ranges(inputs), progress)
+        return BuildRequest(inputs["model"], out, self.device, {**self.ranges, **read_ranges(inputs)}, progress)
 
 
 class Refit(Task):

@@ -31,6 +31,7 @@ from enginesmith.pipeline.execution.settings import Settings
 from enginesmith.pipeline.frameworks import samples
 from enginesmith.pipeline.frameworks.source import Source
 from enginesmith.pipeline.measure.quality import explain_few_samples
+from enginesmith.pipeline.passes.export.failures import FixedDimension
 from enginesmith.pipeline.planning.plan import LOAD, REFERENCE, Plan, Step, StepRef, Variant, libraries_of
 from enginesmith.pipeline.planning.planner import plan, plan_loading
 from enginesmith.pipeline.planning.prosecution import keep_seconds
@@ -462,7 +463,9 @@ def _list_other_engines(run: Run, outcomes: Outcomes) -> list[str]:
     if EXPORT not in stages and not (EXPORT in outcomes and outcomes[EXPORT].error):
         return []
     used = {BASELINES["torch"], *(record.engine for record in run.records)}
-    return [name for name in ENGINES if name not in used and engine_class(name).consumes == "torch"]
+    others = {name: engine_class(name) for name in ENGINES if name not in used}
+    fixed = EXPORT in outcomes and isinstance(outcomes[EXPORT].error, FixedDimension)  # so it is in other captures
+    return [name for name, other in others.items() if other.runs_module() or (other.consumes == "torch" and not fixed)]
 
 
 def _list_reasons(records: Sequence[VariantRecord]) -> str:

@@ -18,8 +18,12 @@ from enginesmith.pipeline.frameworks.source import resolve
 from enginesmith.pipeline.frameworks.torch import module as torch_model
 from enginesmith.pipeline.frameworks.torch import saved
 from enginesmith.pipeline.passes.export.export import capture_program
+from enginesmith.pipeline.planning.planner import plan
+from enginesmith.pipeline.planning.variants import resolve_recipe
+from enginesmith.pipeline.recipe import make
 from enginesmith.pipeline.system.device import Availability, Device
-from enginesmith.pipeline.tensors import TensorSpec
+from enginesmith.pipeline.tasks.build import Build
+from enginesmith.pipeline.tensors import ShapeRange, TensorSpec
 
 CPU = Device(threads=1)
 NETS = """
@@ -187,6 +191,22 @@ def test_sizes_that_a_module_decides_by_are_named(
     words = "the program is right only where (batch % 2) == 0: with batch = 1, the module answers otherwise"
     words += "; or fix the size: --input x:float32:2,4"
     assert AOTInductor().facts(engine).cautions == ((words,) if told else ())
+    within = BuildRequest(artifact, tmp_path, CPU, {"batch": ShapeRange(min=1, opt=2, max=4)})
+    if not told:
+        AOTInductor().build(within)
+        return
+    with pytest.raises(ExportError, match="with batch = 1, the module answers otherwise, and --shape batch=1:2:4 has"):
+        AOTInductor().build(within)
+
+
+def test_a_build_knows_the_sizes_that_were_asked_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    recipe = make({"model": "digits", "engines": ["aotinductor", "onnxruntime"], "shapes": {"batch": "1:2:8"}})
+    steps = plan(resolve_recipe(recipe)).steps
+    builds = {step.task.engine.name: step.task for step in steps if isinstance(step.task, Build)}
+    assert {name: build.ranges for name, build in builds.items()} == {"aotinductor": recipe.ranges, "onnxruntime": {}}
+    given = Artifact(kind="torch", path=tmp_path, sha256="", bytes=0)
+    asked = builds["aotinductor"].request({"model": given}, tmp_path, lambda text: None)
+    assert asked.ranges == recipe.ranges
 
 
 @pytest.mark.parametrize("kind", ["cpu", "cuda"])

@@ -350,3 +350,64 @@ def test_feeds_that_the_module_does_not_take_are_no_fault_of_a_graph() -> None:
     model = loaded(Picky(), {"x": torch.ones(2)}, {"x": ("batch",)}, ["y:float32:batch"])
     assert agreement.find_fault(model, {"x": torch.ones(3)}, fail, {}) == ""
     assert agreement.find_fault(model, {"x": torch.ones(2)}, fail, {}) == "fails"
+
+
+class Steps(torch.nn.Module):
+    """Go through a text step by step, or sum it up at once."""
+
+    def __init__(self, loops: bool) -> None:
+        super().__init__()
+        self.loops = loops
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        state = x.sum(1)
+        for step in range(x.shape[1] if self.loops else 2):
+            state = 0.5 * state + x[:, step]
+        return state
+
+
+def add_up(x: torch.Tensor) -> torch.Tensor:
+    state = x.sum(1)
+    for step in range(x.shape[1]):
+        state = 0.5 * state + x[:, step]
+    return state
+
+
+@pytest.mark.parametrize(
+    ("module", "symbol", "unrolled"),
+    [
+        (Steps(loops=True), "length", True),
+        (Steps(loops=True), "batch", False),
+        (Steps(loops=True), "", False),
+        (Steps(loops=False), "length", False),
+        (torch.jit.script(add_up), "length", False),
+    ],
+)
+def test_a_loop_is_unrolled_where_traces_grow_with_the_dimension(module: Any, symbol: str, unrolled: bool) -> None:
+    scripted = isinstance(module, torch.jit.ScriptFunction)
+    holder = torch.nn.Module()
+    holder.forward = lambda x: module(x)
+    model = loaded(
+        holder if scripted else module, {"x": torch.ones(2, 6)}, {"x": ("batch", "length")}, ["y:float32:batch"]
+    )
+    assert agreement.is_unrolled(model, symbol) == unrolled
+
+
+def test_nothing_more_is_captured_of_a_module_whose_loop_was_unrolled(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each capture takes as many times longer as the loop has steps; no other size or exporter gives another graph."""
+    captures: list[bool] = []
+    capture = torch.export.export
+    monkeypatch.setattr(
+        torch.export, "export", lambda *given, **how: [captures.append(how["strict"]), capture(*given, **how)][1]
+    )
+    monkeypatch.setattr(export, "_trace", lambda *given: pytest.fail("it was traced, too"))
+    model = loaded(Steps(loops=True), {"x": torch.ones(2, 6)}, {"x": ("batch", "length")}, ["y:float32:batch"])
+    with pytest.raises(ExportError, match=r"^the graph holds only for length = 6 .* fixes") as error:
+        exported(tmp_path, model)
+    assert "the TorchScript exporter fails too" not in error.value.message
+    assert captures == [False]
+    with pytest.raises(ExportError, match=r"^the graph holds only for length = 6"):
+        export.capture_widely(model, {})
+    assert captures == [False, False]

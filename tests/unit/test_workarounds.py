@@ -7,10 +7,14 @@ from typing import Any
 import pytest
 
 from enginesmith.pipeline.engines import environment
+from enginesmith.pipeline.errors import ExportError
+from enginesmith.pipeline.execution.events import Outcome
 from enginesmith.pipeline.execution.settings import Settings
 from enginesmith.pipeline.measure.prosecution.finding import Finding, Prosecution
 from enginesmith.pipeline.measure.rows import RaceRow, Tuning
 from enginesmith.pipeline.measure.statistics import Interval
+from enginesmith.pipeline.passes.export.failures import FixedDimension
+from enginesmith.pipeline.planning.single_stages import EXPORT
 from enginesmith.pipeline.recipe import Recipe, make
 from enginesmith.pipeline.results import run as runs
 from enginesmith.pipeline.results.run import Run, StepRecord, VariantRecord, find_workarounds
@@ -279,3 +283,15 @@ def test_a_run_without_a_right_export_names_engines_that_need_none(guilty: str, 
     assert error is not None
     assert error.remedy is not None
     assert ("--engine compiled or --engine aotinductor" in error.remedy) == told
+
+
+@pytest.mark.parametrize(
+    ("kind", "told"),
+    [(ExportError, "--engine compiled or --engine aotinductor runs"), (FixedDimension, "--engine compiled runs")],
+)
+def test_engines_of_a_capture_are_no_advice_where_it_fixes_a_size(kind: type[ExportError], told: str) -> None:
+    outcomes = {EXPORT: Outcome(EXPORT, "failed", error=kind("right only where height % 4 == 0", "fix it"))}
+    failed = variant("openvino-fp32", engine="openvino", status="failed")
+    error = _why_unusable(run_of(failed), outcomes, "enginesmith resume run")
+    assert error is not None
+    assert error.remedy.startswith(told)

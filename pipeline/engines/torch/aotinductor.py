@@ -225,7 +225,8 @@ class AOTInductor(Engine):
 
         Raises:
             MissingCapability: there is no compiler, or the device is not here.
-            ExportError, BuilderFailed: the module cannot be captured; or Inductor or the compiler failed.
+            ExportError: the module cannot be captured for all sizes that were asked for.
+            BuilderFailed: Inductor or the compiler failed.
         """
         from enginesmith.pipeline.frameworks.torch.saved import load_artifact
         from enginesmith.pipeline.passes.export.export import capture_widely
@@ -237,7 +238,7 @@ class AOTInductor(Engine):
         Eager().enter_thread(device)
         loaded = self._cast(load_artifact(request.artifact), device)
         request.progress("capturing the program with torch.export")
-        program, others = capture_widely(loaded)
+        program, others = capture_widely(loaded, request.ranges)
         request.progress("compiling with AOTInductor")
         _compile(program, request.out / _PACKAGE, device)
         audit = audit_package(request.out / _PACKAGE)

@@ -21,6 +21,7 @@ from enginesmith.pipeline.passes.export.agreement import (
     find_fixed_sizes,
     find_other_sizes,
     find_trace_fault,
+    is_unrolled,
 )
 from enginesmith.pipeline.passes.export.attention import decompose_attention, raise_masks, spread_masks
 from enginesmith.pipeline.passes.export.failures import (
@@ -160,7 +161,7 @@ def _capture(
     remedy = first.remedy
     if isinstance(last, FixedDimension) and not isinstance(first, FixedDimension):
         remedy = f"{remedy}; or {last.remedy}"
-    raise ExportError(f"{first.message}; the TorchScript exporter fails too: {last.message}", remedy) from first
+    raise type(first)(f"{first.message}; the TorchScript exporter fails too: {last.message}", remedy) from first
 
 
 # The two exporters.
@@ -268,6 +269,8 @@ def _translate_widely(
     try:
         program = _translate(loaded, opset)
     except FixedDimension as error:
+        if error.runs_elsewhere is False:
+            raise
         progress("capturing the graph at other sizes, as those of the example fix some")
         if (moved := _capture_elsewhere(loaded, error, ranges)) is None:
             raise
@@ -305,7 +308,7 @@ def _translate(loaded: "LoadedModel", opset: int) -> "ONNXProgram":
     keep_registry()
     shapes = _list_dynamic_axes(loaded.signature)
     try:
-        with torch.no_grad():
+        with torch.no_grad(), _end_where_unrolled(loaded):
             program = torch.onnx.export(
                 loaded.module,
                 _make_example(loaded),
@@ -324,22 +327,48 @@ def _translate(loaded: "LoadedModel", opset: int) -> "ONNXProgram":
     return program
 
 
-def capture_widely(loaded: "LoadedModel") -> tuple["ExportedProgram", str]:
+@contextlib.contextmanager
+def _end_where_unrolled(loaded: "LoadedModel") -> Iterator[None]:
+    """Let torch.onnx not capture a module again, in its other mode, whose first capture unrolled a loop.
+
+    Raises:
+        FixedDimension: it did.
+    """
+    from torch.onnx._internal.exporter._capture_strategies import TorchExportNonStrictStrategy as First
+
+    def end(strategy: Any, model: Any, error: Exception) -> None:
+        failure = explain_failure(error, loaded)
+        if isinstance(failure, FixedDimension) and is_unrolled(loaded, failure.symbol):
+            failure.runs_elsewhere = False
+            raise failure from error
+        report(strategy, model, error)
+
+    report = First._failure
+    First._failure = end  # type: ignore[assignment, method-assign]
+    try:
+        yield
+    finally:
+        First._failure = report  # type: ignore[method-assign]
+
+
+def capture_widely(loaded: "LoadedModel", ranges: Mapping[str, ShapeRange]) -> tuple["ExportedProgram", str]:
     """Capture a module as a program, at other sizes than the example's where those decide a path through its code.
 
     Returns the program, and what it takes for granted about sizes: empty where nothing is found.
 
     Raises:
-        ExportError: it cannot be captured; FixedDimension where a dynamic dimension would come out fixed.
+        ExportError: it cannot be captured; FixedDimension where a dynamic dimension would come out fixed, or the
+            program is wrong at sizes within the ranges, which were asked for.
     """
     try:
         program = capture_program(loaded)
     except FixedDimension as error:
-        if (moved := _capture_elsewhere(loaded, error, {})) is None:
+        if (moved := _capture_elsewhere(loaded, error, ranges)) is None:
             raise
         program, _, limits = moved
     else:
-        program, _, limits = widen_program(program, loaded, {})
+        program, _, limits = widen_program(program, loaded, ranges)
+    _refuse_wrong_sizes(limits, loaded, ranges)
     return program, write_limits(limits, loaded)
 
 
@@ -358,6 +387,9 @@ def _capture_elsewhere(
     ``if height == width == 224`` is true of an example, and fixes what may be any size elsewhere. Returns what
     :func:`widen_program` does; None where there is no such program.
     """
+    if failure.runs_elsewhere is False or is_unrolled(loaded, failure.symbol):
+        failure.runs_elsewhere = False
+        return None
     sizes = find_other_sizes(loaded)
     failure.runs_elsewhere = sizes is not None
     if sizes is not None:
