@@ -163,6 +163,25 @@ def test_a_graph_that_is_wrong_within_a_range_is_refused(tmp_path: Path, shapes:
     assert error.value.remedy.startswith(f"fix the size: --input x:float32:batch,3,{size}; or")
 
 
+class Checked(Padded):
+    """Refuse other sizes."""
+
+    def forward(self, x: Any) -> Any:
+        height, width = x.shape[2:]
+        torch._check((height % 4) == 0 and (width % 4) == 0)
+        return super().forward(x)
+
+
+def test_sizes_that_the_module_itself_refuses_are_no_reason_to_refuse_its_graph(tmp_path: Path) -> None:
+    dims = {"x": ("batch", 3, "height", "width")}
+    model = loaded(Checked(), {"x": torch.randn(2, 3, 8, 8)}, dims, ["y:float32:batch,3"])
+    ranges = {name: ShapeRange.parse("4:8:12") for name in ("height", "width")}
+    assert not [note for note in exported(tmp_path, model, ranges=ranges).notes if "answers otherwise" in note]
+    with pytest.raises(ExportError) as error:
+        exported(tmp_path, loaded(Padded(), model.example, dims, ["y:float32:batch,3"]), ranges=ranges)
+    assert error.value.remedy.endswith("torch._check((height % 4) == 0 and (width % 4) == 0)")
+
+
 def test_what_is_known_wrong_is_refused_by_the_ranges_of_a_recipe() -> None:
     recipe = make({"model": "digits", "shapes": {"height": "4:8:12"}})
     (step,) = [step for step in passes_for("graph", recipe, "torch") if isinstance(step, export.Export)]
@@ -380,16 +399,18 @@ def add_up(x: torch.Tensor) -> torch.Tensor:
         (Steps(loops=True), "batch", False),
         (Steps(loops=True), "", False),
         (Steps(loops=False), "length", False),
-        (torch.jit.script(add_up), "length", False),
+        (None, "length", False),
     ],
+    ids=["loop", "batch", "no dimension", "no loop", "loop in TorchScript"],
 )
-def test_a_loop_is_unrolled_where_traces_grow_with_the_dimension(module: Any, symbol: str, unrolled: bool) -> None:
-    scripted = isinstance(module, torch.jit.ScriptFunction)
-    holder = torch.nn.Module()
-    holder.forward = lambda x: module(x)
-    model = loaded(
-        holder if scripted else module, {"x": torch.ones(2, 6)}, {"x": ("batch", "length")}, ["y:float32:batch"]
-    )
+@pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated:DeprecationWarning")
+def test_a_loop_is_unrolled_where_traces_grow_with_the_dimension(
+    module: torch.nn.Module | None, symbol: str, unrolled: bool
+) -> None:
+    if module is None:
+        module, scripted = torch.nn.Module(), torch.jit.script(add_up)
+        module.forward = lambda x: scripted(x)
+    model = loaded(module, {"x": torch.ones(2, 6)}, {"x": ("batch", "length")}, ["y:float32:batch"])
     assert agreement.is_unrolled(model, symbol) == unrolled
 
 

@@ -242,9 +242,11 @@ def _refuse_wrong_sizes(limits: Sequence[SizeLimit], loaded: "LoadedModel", rang
     if wrong:
         spans = " ".join(f"--shape {limit.symbol}={ranges[limit.symbol]}" for limit in wrong)
         fixed = write_inputs(loaded, {limit.symbol: loaded.dynamic_sizes[limit.symbol] for limit in wrong})
+        conditions = " and ".join(dict.fromkeys(limit.condition for limit in wrong))
         error = FixedDimension(
             f"the graph is {describe_limits(wrong)}, and {spans} has such sizes",
-            f"fix the size: {fixed}; or give a range without such sizes",
+            f"fix the size: {fixed}; or give a range without such sizes; or, if none of them is ever fed, let the "
+            f"module raise an error there: torch._check({conditions})",
         )
         error.runs_elsewhere = False
         raise error
