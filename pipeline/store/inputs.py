@@ -355,13 +355,22 @@ def _listing(folder: Path) -> tuple[str, ...]:
     Python imports a package rather than a file of its name.
     """
     names = []
-    for entry in os.scandir(folder):
-        if entry.is_file():
+    for entry in _visible_entries(folder):
+        # Pathlib and the entry raise where a folder, or that of a link's target, may not be looked into.
+        if os.path.isfile(entry.path):  # noqa: PTH113
             names.append(entry.name)
-        elif (folder / entry.name / "__init__.py").is_file():
+        elif os.path.isfile(f"{entry.path}/__init__.py"):  # noqa: PTH113
             names.append(f"{entry.name}/")
-    return tuple(sorted(name for name in names if name[0] != "." and not name.endswith((".onnx", ".onnx.data"))))
+    return tuple(sorted(name for name in names if not name.endswith((".onnx", ".onnx.data"))))
 
 
 def _subfolders(folder: Path) -> tuple[str, ...]:
-    return tuple(sorted(entry.name for entry in os.scandir(folder) if entry.is_dir() and entry.name[0] != "."))
+    return tuple(sorted(entry.name for entry in _visible_entries(folder) if os.path.isdir(entry.path)))  # noqa: PTH112
+
+
+def _visible_entries(folder: Path) -> list[os.DirEntry[str]]:
+    """List what is in a folder, but hidden files; nothing where that is not allowed: Python imports nothing from it."""
+    try:
+        return [entry for entry in os.scandir(folder) if entry.name[0] != "."]
+    except PermissionError:
+        return []

@@ -6,7 +6,7 @@ import os
 import time
 from dataclasses import replace
 from pathlib import Path
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import numpy
 import pytest
@@ -106,6 +106,48 @@ def test_a_package_that_comes_before_a_file_of_its_name_is_a_change(reads: Input
     assert now(reads) == before, "Python prefers the file"
     (tmp_path / "helper" / "__init__.py").touch()
     assert now(reads) is None
+
+
+def test_a_folder_that_may_not_be_looked_into_is_no_package(
+    reads: InputDependencies, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = tmp_path / "project"
+    for name in ("of_root", ".hidden"):
+        (folder / name).mkdir(parents=True)
+    (folder / "net.py").touch()
+    (folder / "loop.py").symlink_to("loop.py")
+    stat, asked = os.stat, list[str]()
+
+    def refuse(path: Any, *args: Any, **kwargs: Any) -> os.stat_result:
+        asked.append(str(path))
+        if "of_root/" in str(path):
+            raise PermissionError(errno.EACCES, "Permission denied", path)
+        return stat(path, *args, **kwargs)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "stat", refuse)
+        before = reads.record([folder / "net.py", folder], {})
+        assert now(reads) == before
+    assert before.listings == (("net.py",), ("of_root",))
+    assert not any(".hidden" in path for path in asked)
+
+
+def test_a_file_may_be_read_in_a_folder_that_may_not_be_listed(
+    reads: InputDependencies, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "net.py").touch()
+    scan = os.scandir
+
+    def refuse(path: Any) -> Any:
+        if path == tmp_path:
+            raise PermissionError(errno.EACCES, "Permission denied", path)
+        return scan(path)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "scandir", refuse)
+        before = reads.record([tmp_path / "net.py"], {})
+        assert now(reads) == before
+    assert now(reads) is None, "it may be listed now, and code may look for other files"
 
 
 def test_paths_in_environment_variables_mean_the_same_in_another_folder(
