@@ -126,14 +126,37 @@ def test_paths_that_are_asked_for_are_remembered_with_whether_they_were_there(tm
     with (tmp_path / "read").open("wb") as file:
         np.save(file, np.ones(2))
     stat = os.stat
-    with track_files(allow_pickle=False) as tracker:
+    watch_module.take_dependencies()
+    with track_files(allow_pickle=False):
         ask_for(tmp_path)
         assert os.stat in os.supports_dir_fd, "shutil asks for its abilities"
-    noted = {str(path.relative_to(tmp_path)): there for path, there in tracker.existence.items()}
-    missing = ("by_pathlib", "by_os", "file/below", "opened", "by_rust", "made", "link")
+    asked = watch_module.take_dependencies().existence
+    noted = {str(path.relative_to(tmp_path)): there for path, there in asked.items()}
+    missing = ("by_pathlib", "by_os", "file/below", "opened", "by_rust", "link")
     assert noted == {"folder": True, **dict.fromkeys(missing, False)}
     assert os.stat is stat
     assert not any(hasattr(able, "__wrapped__") for able in os.supports_dir_fd)
+
+
+def test_a_path_is_there_however_it_is_written(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with track_files(allow_pickle=False) as tracker:
+        assert not os.path.exists("")  # noqa: PTH110
+        assert not os.path.isdir(f"{tmp_path}/file/")  # noqa: PTH112
+        assert not os.path.isdir(f"{tmp_path}/folder/")  # noqa: PTH112
+    assert tracker.existence == {tmp_path / "file": True, tmp_path / "folder": False}
+
+
+def test_a_path_that_comes_or_goes_while_a_step_runs_does_not_count(tmp_path: Path) -> None:
+    (tmp_path / "goes").touch()
+    watch_module.take_dependencies()
+    with track_files(allow_pickle=False):
+        for name in ("comes", "goes", "absent"):
+            Path(tmp_path, name).exists()
+    with track_files(allow_pickle=False):
+        (tmp_path / "comes").mkdir()
+        (tmp_path / "goes").unlink()
+    assert watch_module.take_dependencies().existence == {tmp_path / "absent": False}
 
 
 def test_paths_that_libraries_ask_for_are_not_remembered(tmp_path: Path) -> None:

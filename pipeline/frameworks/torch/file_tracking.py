@@ -88,9 +88,12 @@ class FileTracker:
             self.note_asked(file, there=False)
 
     def note_asked(self, path: Any, *, there: bool) -> None:
-        """Note a path of the user's that is asked for, and whether it is there."""
-        if file := _find_user_path(path):
-            self.existence.setdefault(file, there)
+        """Note a path of the user's that is asked for, and whether it is there.
+
+        A file whose path ends in a separator is not found, and is there.
+        """
+        if (file := _find_user_path(path)) and file not in self.existence:
+            self.existence[file] = there or exists(file)
 
     def packages(self) -> dict[str, str]:
         """List packages imported beyond those that every worker has, with their versions."""
@@ -105,8 +108,10 @@ class FileTracker:
 
 
 def _find_user_path(path: Any) -> Path | None:
-    """Make a path absolute; None where it is not the user's."""
+    """Make a path absolute; None where it is empty or not the user's."""
     text = os.fsdecode(path)
+    if not text:
+        return None
     # Thousands of modules come by here, most of them of packages: paths are taken apart only for what is left.
     if text.startswith(_FOREIGN) or text.endswith(".pyc") or (text.endswith(".py") and text.startswith(_OWN_CODE)):
         return None
@@ -151,7 +156,9 @@ def take_dependencies() -> Dependencies:
     """Return what the user's code asked for since the last call."""
     folders = tuple(sorted(folder for folder in _listed if folder.is_dir()))
     variables = (ALL_VARIABLES,) if ALL_VARIABLES in _asked else tuple(sorted(_asked))
-    taken = Dependencies(folders, variables, dict(_existence))
+    # A path that came meanwhile was made by the step, and one that is gone again was temporary.
+    existence = {path: there for path, there in _existence.items() if exists(path) == there}
+    taken = Dependencies(folders, variables, existence)
     for noted in (_listed, _asked, _existence):
         noted.clear()
     return taken
@@ -180,12 +187,8 @@ def track_files(allow_pickle: bool, *, again: bool = False) -> Iterator[FileTrac
             if isinstance(file := read_held(module, "__file__"), str) and file.endswith((".py", ".so")):
                 tracker.add(file)
         tracker.files = {path for path in tracker.files if path.is_file()}
-        # A file that was read tells by itself whether it is there, and one that is gone again was temporary.
-        tracker.existence = {
-            path: there
-            for path, there in tracker.existence.items()
-            if not there or (path not in tracker.files and exists(path))
-        }
+        # A file that was read tells by itself whether it is there.
+        tracker.existence = {path: there for path, there in tracker.existence.items() if path not in tracker.files}
         if not again:
             _listed.update(tracker.folders)
             _asked.update(tracker.variables)
