@@ -81,9 +81,38 @@ OWN_FILES = ("__init__.py", "cli.py")
 """Files there that are its code."""
 
 ALL_VARIABLES = "*"
-"""Stands for all environment variables, set or not, but the usual ones: for code that copies or goes through them."""
+"""Stands for all environment variables, set or not, but the passing ones: for code that copies or goes through them."""
 USUAL_VARIABLES = frozenset(("HOME", "PATH", "PWD", "TMPDIR", "USER"))
 """Variables that are others on each machine; files that they lead to are tracked by themselves."""
+_OF_SESSION = frozenset(
+    (
+        *("_", "OLDPWD", "SHLVL", "LINES", "COLUMNS", "HOSTNAME", "LOGNAME", "WINDOWID", "TMUX", "TMUX_PANE", "STY"),
+        *("TERM_SESSION_ID", "ITERM_SESSION_ID", "VSCODE_IPC_HOOK_CLI", "VSCODE_GIT_IPC_HANDLE", "GPG_TTY"),
+        *("XDG_SESSION_ID", "XDG_RUNTIME_DIR", "DBUS_SESSION_BUS_ADDRESS", "INVOCATION_ID", "JOURNAL_STREAM"),
+        *("SYSTEMD_EXEC_PID", "SLURM_JOB_ID", "SLURM_JOBID", "SLURM_TASK_PID", "PBS_JOBID"),
+        # of GitHub; a commit is none of them: a model may be another one for it
+        *("GITHUB_RUN_ID", "GITHUB_RUN_NUMBER", "GITHUB_RUN_ATTEMPT", "GITHUB_ENV", "GITHUB_OUTPUT", "GITHUB_PATH"),
+        *("GITHUB_STATE", "GITHUB_STEP_SUMMARY", "GITHUB_ACTION", "GITHUB_TOKEN", "RUNNER_NAME", "RUNNER_TRACKING_ID"),
+        # of GitLab
+        *("CI_JOB_ID", "CI_JOB_URL", "CI_JOB_TOKEN", "CI_JOB_STARTED_AT", "CI_PIPELINE_ID", "CI_PIPELINE_IID"),
+        *("CI_PIPELINE_URL", "CI_PIPELINE_CREATED_AT", "CI_RUNNER_ID", "CI_RUNNER_SHORT_TOKEN", "CI_CONCURRENT_ID"),
+        *("CI_CONCURRENT_PROJECT_ID", "CI_REPOSITORY_URL", "CI_REGISTRY_PASSWORD", "CI_DEPENDENCY_PROXY_PASSWORD"),
+        # of Jenkins and others
+        *("BUILD_ID", "BUILD_NUMBER", "BUILD_TAG", "BUILD_URL", "BUILD_DISPLAY_NAME", "EXECUTOR_NUMBER"),
+        *("BUILD_BUILDID", "BUILD_BUILDNUMBER", "SYSTEM_JOBID", "CIRCLE_BUILD_NUM", "CIRCLE_BUILD_URL"),
+        *("CIRCLE_WORKFLOW_ID", "CIRCLE_WORKFLOW_JOB_ID", "BUILDKITE_BUILD_ID", "BUILDKITE_BUILD_NUMBER"),
+        "BUILDKITE_JOB_ID",
+    )
+)
+_OF_SESSION_BEGIN = ("SSH_", "ACTIONS_")
+
+
+def is_passing(variable: str) -> bool:
+    """Tell whether each shell, session, CI job or machine has its own value of an environment variable.
+
+    No model is another one for it; so it counts for code that asks for it by name, not for code that copies all.
+    """
+    return variable in USUAL_VARIABLES or variable in _OF_SESSION or variable.startswith(_OF_SESSION_BEGIN)
 
 
 def to_portable_path(path: str) -> str:
@@ -318,7 +347,7 @@ def _make_record(
 
 def _read_variables(names: Collection[str]) -> dict[str, str | None]:
     if ALL_VARIABLES in names:
-        return {name: value for name, value in sorted(os.environ.items()) if name not in USUAL_VARIABLES}
+        return {name: value for name, value in sorted(os.environ.items()) if name in names or not is_passing(name)}
     return {name: os.environ.get(name) for name in names}
 
 

@@ -1,6 +1,7 @@
 """Attributes beside the tensors decide whether a module is the same one."""
 
 import functools
+import os
 import random
 import re
 import threading
@@ -73,6 +74,44 @@ def test_hashes_do_not_count_as_each_process_has_others() -> None:
     """The generation configuration of transformers holds one."""
     nets = [Net({"_original_object_hash": number}) for number in (1, 2)]
     assert digest_attributes(nets[0]) == digest_attributes(nets[1])
+
+
+def _digest_with(monkeypatch: pytest.MonkeyPatch, make: Any, **variables: str) -> str:
+    with monkeypatch.context() as changed:
+        for name, value in variables.items():
+            changed.setenv(name, value)
+        return digest_attributes(Net(None), {"net": {"ENV": make()}}).digest
+
+
+@pytest.mark.parametrize("make", [os.environ.copy, lambda: {**os.environ, "LC_ALL": "C"}, lambda: [dict(os.environ)]])
+def test_variables_of_the_session_do_not_count_in_copies_of_the_environment_and_others_do(
+    make: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("PWD", "SHLVL", "SSH_TTY", "FAST"):
+        monkeypatch.delenv(name, raising=False)
+    before = _digest_with(monkeypatch, make)
+    assert before == _digest_with(monkeypatch, make, PWD="/tmp", SHLVL="3", SSH_TTY="/dev/pts/3")
+    assert before != _digest_with(monkeypatch, make, FAST="1")
+
+
+@pytest.mark.parametrize("others", [{}, dict(os.environ)])
+def test_variables_of_the_session_count_where_code_chose_them(
+    others: dict[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first, second = (
+        _digest_with(monkeypatch, functools.partial(dict, others, SHLVL=level)) for level in ("7001", "7002")
+    )
+    assert first != second
+
+
+def test_the_order_of_a_copy_of_the_environment_does_not_count(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SHLVL", "1")
+    backwards = dict(reversed(os.environ.copy().items()))
+    assert _digest_with(monkeypatch, os.environ.copy) == _digest_with(monkeypatch, lambda: backwards)
+
+
+def test_a_name_counts_that_a_small_table_has_in_common_with_the_session(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert _digest_with(monkeypatch, lambda: {"COLUMNS": "80"}, COLUMNS="80") != _digest_with(monkeypatch, dict)
 
 
 def test_hooks_count_and_their_numbers_do_not() -> None:

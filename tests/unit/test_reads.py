@@ -76,9 +76,19 @@ def test_all_environment_variables_but_the_usual_ones_may_be_part_of_the_key(
     monkeypatch.delenv("NEW", raising=False)
     before = reads.record([], {}, variables=[inputs.ALL_VARIABLES])
     assert now(reads) == before
-    for name, other in (("PWD", False), ("NEW", True)):
+    for name, other in (("PWD", False), ("OLDPWD", False), ("SSH_TTY", False), ("CI_JOB_ID", False), ("NEW", True)):
         monkeypatch.setenv(name, "elsewhere")
         assert (now(reads).identity != before.identity) is other
+
+
+def test_a_variable_of_the_session_is_part_of_the_key_where_it_is_named(
+    reads: InputDependencies, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SHLVL", "1")
+    before = reads.record([], {}, variables=[inputs.ALL_VARIABLES, "SHLVL"])
+    assert now(reads) == before
+    monkeypatch.setenv("SHLVL", "2")
+    assert now(reads).identity != before.identity
 
 
 @pytest.mark.parametrize("there", [True, False])

@@ -97,6 +97,19 @@ def test_code_that_copies_or_lists_environment_variables_depends_on_all(copy: Ca
     assert watch_module.take_dependencies().variables == ("*",)
 
 
+@pytest.mark.parametrize("copy", [dict, lambda it: {**it}, lambda it: it.copy(), lambda it: list(it.items())])
+def test_a_variable_of_the_session_counts_beside_a_copy_only_if_it_is_asked_for_by_name(
+    copy: Callable[[Any], object], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("OLDPWD", "SSH_CLIENT", "GITHUB_RUN_ID"):
+        monkeypatch.setenv(name, "1")
+    watch_module.take_dependencies()
+    with track_files(allow_pickle=False):
+        copy(os.environ)
+        assert os.environ["GITHUB_RUN_ID"] == "1"
+    assert watch_module.take_dependencies().variables == ("*", "GITHUB_RUN_ID")
+
+
 def ask_for(folder: Path) -> None:
     """Ask for paths in all ways in which a model's code may."""
     (folder / "by_pathlib").exists(), (folder / "folder").is_dir(), (folder / "read").is_file()

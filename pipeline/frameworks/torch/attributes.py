@@ -8,6 +8,7 @@ import enum
 import functools
 import hashlib
 import logging
+import os
 import pathlib
 import random
 import re
@@ -20,7 +21,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from enginesmith.pipeline.store.inputs import to_portable_path
+from enginesmith.pipeline.store.inputs import is_passing, to_portable_path
 
 _DEEPEST = 150
 """Levels of objects in objects that are looked at."""
@@ -133,9 +134,21 @@ def _read_module(module: nn.Module) -> Iterable[Any]:
 
 
 def _read_mapping(mapping: Mapping[Any, Any]) -> Iterable[Any]:
-    for name, value in mapping.items():
+    for name, value in _drop_passing(list(mapping.items())):
         if not (isinstance(name, str) and name.endswith("_hash") and isinstance(value, int)):  # by Python, of a process
             yield from (name, value)
+
+
+def _drop_passing(items: list[tuple[Any, Any]]) -> list[tuple[Any, Any]]:
+    """Leave passing variables out of a copy of the environment, which holds most of it, and has an order by chance."""
+    texts = {name: value for name, value in items if isinstance(name, str) and isinstance(value, str)}
+    if not any(map(is_passing, texts)):  # as nearly always: the environment is not looked at
+        return items
+    same = texts.items() & os.environ.items()
+    if 2 * len(same) <= len(os.environ):
+        return items
+    passing = {name for name, _ in same if is_passing(name)}
+    return sorted((item for item in items if item[0] not in passing), key=lambda item: str(item[0]))
 
 
 def _read_tensor(tensor: Tensor) -> Iterable[Any]:

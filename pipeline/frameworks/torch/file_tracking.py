@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from enginesmith.pipeline.errors import SourceError
-from enginesmith.pipeline.store.inputs import ALL_VARIABLES, OWN_FILES, OWN_FOLDERS, USUAL_VARIABLES, exists
+from enginesmith.pipeline.store.inputs import ALL_VARIABLES, OWN_FILES, OWN_FOLDERS, USUAL_VARIABLES, exists, is_passing
 
 PRELOADED = "enginesmith.pipeline.system.preload"
 _ROOT = Path(__file__).parents[3]
@@ -155,10 +155,11 @@ _listed, _asked, _existence = set[Path](), set[str](), dict[Path, bool]()
 def take_dependencies() -> Dependencies:
     """Return what the user's code asked for since the last call."""
     folders = tuple(sorted(folder for folder in _listed if folder.is_dir()))
-    variables = (ALL_VARIABLES,) if ALL_VARIABLES in _asked else tuple(sorted(_asked))
+    all_asked = ALL_VARIABLES in _asked  # they include those by name, but for the passing ones
+    variables = [name for name in _asked if not all_asked or name == ALL_VARIABLES or is_passing(name)]
     # A path that came meanwhile was made by the step, and one that is gone again was temporary.
     existence = {path: there for path, there in _existence.items() if exists(path) == there}
-    taken = Dependencies(folders, variables, existence)
+    taken = Dependencies(folders, tuple(sorted(variables)), existence)
     for noted in (_listed, _asked, _existence):
         noted.clear()
     return taken
@@ -263,17 +264,21 @@ def _track_variables(tracker: FileTracker) -> Iterator[None]:
     """Note environment variables that the user's code asks for by name, or all of them if it copies or lists them."""
     kind = type(os.environ)
     read, iterate = kind.__getitem__, kind.__iter__
+    listed: dict[int, Any] = {}
+    """By identity, the names that a copy or a loop was given: it asks for their values with the same objects."""
 
     def note(environment: Any, key: Any) -> Any:
         name = os.fsdecode(key) if isinstance(key, (str, bytes)) else ""
-        if name not in USUAL_VARIABLES and _find_user_frame():
+        if name not in USUAL_VARIABLES and id(key) not in listed and _find_user_frame():
             tracker.variables.add(name)
         return read(environment, key)
 
     def list_names(environment: Any) -> Any:
+        names = list(iterate(environment))
         if _find_user_frame():
             tracker.variables.add(ALL_VARIABLES)
-        return iterate(environment)
+            listed.update((id(name), name) for name in names)
+        return iter(names)
 
     kind.__getitem__, kind.__iter__ = note, list_names  # type: ignore[method-assign]
     try:
