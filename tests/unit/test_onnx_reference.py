@@ -1,5 +1,6 @@
 """onnx's own evaluator, with what it gets wrong mended or named."""
 
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -99,3 +100,19 @@ def test_a_graph_that_onnx_gets_wrong_is_not_judged_by_it(case: Any) -> None:
         reduction.compute_by_reference(model, {"x": feed})
     assert reduction.choose_compute(model, {"x": feed}, 1e-4) is reduction.compute
     assert f"was not asked, as it does not compute {case[0]}" in describe_unasked(model)
+
+
+def test_constants_in_a_file_beside_are_not_read_to_tell_whether_onnx_is_right(tmp_path: Path) -> None:
+    model, _ = make("Resize", 13, [NONE, np.float32([1, 1, 2, 2])], {"mode": "nearest"})
+    assert not reference.find_distrusted(model)
+    onnx.save(model, tmp_path / "m.onnx", save_as_external_data=True, location="w.bin", size_threshold=0)
+    bare = onnx.load(tmp_path / "m.onnx", load_external_data=False)
+    assert "between pixels" in reference.find_distrusted(bare)
+
+
+@pytest.mark.parametrize("feed", [np.zeros((1, 2, 6, 5), np.int64), "text", None])
+def test_feeds_that_onnx_runtime_does_not_take_are_the_models_error(feed: Any) -> None:
+    """It raises errors of its own, and of Python, for a dtype, a text or an input that is missing."""
+    model, _ = make("Neg", 13, [], {})
+    with pytest.raises(ModelError):
+        evaluator.run_graph(model.SerializeToString(), {} if feed is None else {"x": feed})

@@ -102,7 +102,7 @@ def open_graph(model: Path | bytes, threads: int = 0) -> RunGraph:
     inputs = {value.name for value in session.get_inputs()}
 
     def run(feeds: Feeds, outputs: Sequence[str] | None = None) -> list[Array]:
-        with _translate_errors(failures):
+        with _translate_errors((*failures, RuntimeError, ValueError, TypeError)):  # of a dtype that it cannot take
             return list(session.run(outputs, {name: value for name, value in feeds.items() if name in inputs}))
 
     return run

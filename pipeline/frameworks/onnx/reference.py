@@ -72,14 +72,15 @@ def find_distrusted(model: "onnx.ModelProto") -> str:
 
 
 def _list_whole_scales(model: "onnx.ModelProto") -> set[str]:
-    """List the constants whose numbers are all whole."""
-    from onnx import numpy_helper
+    """List the small constants whose numbers are all whole; those that lie in another file are left out."""
+    from onnx import TensorProto, numpy_helper
 
     tensors = [(tensor.name, tensor) for graph in traversal.list_graphs(model) for tensor in graph.initializer]
     for node in traversal.nodes(model):
         if node.op_type == "Constant":
             tensors += [(node.output[0], entry.t) for entry in node.attribute if entry.name == "value"]
-    small = [(name, numpy_helper.to_array(each)) for name, each in tensors if len(each.dims) == 1 and each.dims[0] <= 8]
+    within = [(name, each) for name, each in tensors if each.data_location != TensorProto.EXTERNAL]
+    small = [(name, numpy_helper.to_array(each)) for name, each in within if len(each.dims) == 1 and each.dims[0] <= 8]
     return {name for name, value in small if value.dtype.kind == "f" and bool((value == np.round(value)).all())}
 
 
