@@ -83,9 +83,9 @@ def choose_sizes(signature: Signature, picture_size: int = _PICTURE_SIZES[0]) ->
     return {name: picture_size if name in sides else _EXAMPLE_SIZE for name in signature.symbols}
 
 
-def draw_feeds(signature: Signature, sizes: Mapping[str, int]) -> dict[str, Array]:
+def draw_feeds(signature: Signature, sizes: Mapping[str, int], seed: int = 0) -> dict[str, Array]:
     """Draw normal floats, pixels, rows of the tables that inputs are indices of, lengths of 1, else 0 and 1."""
-    rng, feeds = np.random.default_rng(0), dict[str, Array]()
+    rng, feeds = np.random.default_rng(seed), dict[str, Array]()
     for spec in signature.inputs:
         shape = spec.resolve(sizes)
         pixels = spec.dtype == "uint8" and len(shape) == _PICTURE_RANK

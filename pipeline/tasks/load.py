@@ -185,7 +185,7 @@ class LoadOnnx(_FromSource):
         """
         signature = model_file.signature(file)
         usual = {**choose_sizes(signature), **self.sizes}
-        return dimensions.correct_outputs(file, usual, lambda sizes: draw_feeds(signature, sizes))
+        return dimensions.correct_outputs(file, usual, lambda sizes, seed: draw_feeds(signature, sizes, seed))
 
     def _compare(self, path: Path, graph: Path) -> tuple[str, ...]:
         """Run a file, and the graph that was made of it, on drawn feeds; return a note where that is not possible.

@@ -15,7 +15,7 @@ from enginesmith.pipeline.errors import InvalidGraph, SignatureError
 from enginesmith.pipeline.frameworks.onnx import dimensions, model_file, validation
 from enginesmith.pipeline.frameworks.source import resolve
 from enginesmith.pipeline.system.device import Device
-from enginesmith.pipeline.tasks.examples import choose_sizes
+from enginesmith.pipeline.tasks.examples import choose_sizes, draw_feeds
 from enginesmith.pipeline.tasks.load import LoadOnnx
 from enginesmith.pipeline.tensors import Feeds, Signature, TensorSpec
 
@@ -39,10 +39,10 @@ def save_graph(path: Path, inputs: Mapping[str, list[Any]], outputs: Mapping[str
 
 
 def draw(path: Path) -> Any:
-    def draw_feeds(sizes: Mapping[str, int]) -> Feeds:
+    def draw_ones(sizes: Mapping[str, int]) -> Feeds:
         return {spec.name: np.ones(spec.resolve(sizes), np.float32) for spec in model_file.signature(path).inputs}
 
-    return draw_feeds
+    return draw_ones
 
 
 def write(path: Path, *texts: str) -> Signature:
@@ -146,11 +146,19 @@ def test_heights_and_widths_of_pictures_are_assumed_larger_than_other_sizes(
     assert [*choose_sizes(signature).values()] == sizes
 
 
-def save_declared(path: Path, nodes: list[onnx.NodeProto], outputs: Mapping[str, tuple[int, list[Any]]]) -> Path:
-    """Save a graph of an input x [batch, 4] with declared shapes of its outputs, whether they are right or not."""
+def save_declared(
+    path: Path,
+    nodes: list[onnx.NodeProto],
+    outputs: Mapping[str, tuple[int, list[Any]]],
+    shape: tuple[Any, ...] = ("batch", 4),
+    dtype: int = TensorProto.FLOAT,
+    **constants: Any,
+) -> Path:
+    """Save a graph of an input x with declared shapes of its outputs, whether they are right or not."""
     ends = [helper.make_tensor_value_info(name, dtype, shape) for name, (dtype, shape) in outputs.items()]
     weights = [numpy_helper.from_array(np.array([1]), "one"), numpy_helper.from_array(np.float32([1, 2]), "scales")]
-    given = [helper.make_tensor_value_info("x", TensorProto.FLOAT, ["batch", 4])]
+    weights += [numpy_helper.from_array(np.asarray(value), name) for name, value in constants.items()]
+    given = [helper.make_tensor_value_info("x", dtype, shape)]
     graph = helper.make_graph(nodes, "g", given, ends, weights)
     opsets = [helper.make_opsetid("", 17), helper.make_opsetid("ai.onnx.ml", 3)]
     onnx.save(helper.make_model(graph, opset_imports=opsets, ir_version=8), path)
@@ -222,7 +230,7 @@ def test_a_contradiction_that_no_run_settles_is_an_error(tmp_path: Path) -> None
     nodes = [helper.make_node("Unsqueeze", ["x", "one"], ["y"])]
     path = save_declared(tmp_path / "m.onnx", nodes, {"y": (TensorProto.FLOAT, ["batch", 4])})
     with pytest.raises(InvalidGraph, match=r"'y' is declared with another shape .* cannot be run"):
-        dimensions.correct_outputs(path, {"batch": 2}, lambda sizes: {"x": np.ones((2, 5), np.float32)})
+        dimensions.correct_outputs(path, {"batch": 2}, lambda sizes, seed: {"x": np.ones((2, 5), np.float32)})
 
 
 def test_sizes_that_are_not_told_by_runs_are_left_open(tmp_path: Path) -> None:
@@ -232,3 +240,111 @@ def test_sizes_that_are_not_told_by_runs_are_left_open(tmp_path: Path) -> None:
     outputs, notes = load_outputs(save_declared(tmp_path / "m.onnx", nodes, declared))
     assert outputs == ["y:int64:2,output_0_dim_1", "z:float32:batch,8"]
     assert len(notes) == 2
+
+
+def make_counted(threshold: float) -> tuple[list[onnx.NodeProto], dict[str, Any]]:
+    """Make nodes that tell which rows of x have a number above a threshold, and how many; with their constants."""
+    nodes = [
+        helper.make_node("ReduceMax", ["x"], ["largest"], axes=[1], keepdims=0),
+        helper.make_node("Greater", ["largest", "threshold"], ["above"]),
+        helper.make_node("Cast", ["above"], ["ones"], to=TensorProto.INT64),
+        helper.make_node("ReduceSum", ["ones"], ["count"], keepdims=0),
+    ]
+    return nodes, {"threshold": np.float32(threshold), "none": np.int64(0), "step": np.int64(1)}
+
+
+@pytest.mark.parametrize("shape", [(8, 4), ("batch", 4)])
+@pytest.mark.parametrize("threshold", [-100, 1, 100])
+@pytest.mark.parametrize("operator", ["Compress", "Range"])
+def test_a_size_that_depends_on_values_is_left_open_whatever_drawn_numbers_give(
+    tmp_path: Path, operator: str, threshold: float, shape: tuple[Any, ...]
+) -> None:
+    """All rows, some, or none are above the threshold."""
+    nodes, constants = make_counted(threshold)
+    chooses = helper.make_node("Compress", ["x", "above"], ["y"], axis=0)
+    counts = helper.make_node("Range", ["none", "count", "step"], ["y"])
+    declared = (TensorProto.FLOAT, [8, 4]) if operator == "Compress" else (TensorProto.INT64, [8])
+    nodes.append(chooses if operator == "Compress" else counts)
+    path = save_declared(tmp_path / "m.onnx", nodes, {"y": declared}, shape, **constants)
+    outputs, notes = load_outputs(path)
+    assert outputs == ["y:float32:output_0_dim_0,4" if operator == "Compress" else "y:int64:output_0_dim_0"]
+    assert ["is left open" in note for note in notes] == [True]
+
+
+def test_of_values_that_are_chosen_in_a_rank_that_only_a_run_tells_all_sizes_are_left_open(tmp_path: Path) -> None:
+    nodes, constants = make_counted(-100)
+    nodes += [
+        helper.make_node("Compress", ["x", "above"], ["chosen"], axis=0),
+        helper.make_node("Normalizer", ["chosen"], ["y"], domain="ai.onnx.ml"),
+    ]
+    path = save_declared(tmp_path / "m.onnx", nodes, {"y": (TensorProto.FLOAT, [8])}, **constants)
+    outputs, _ = load_outputs(path)
+    assert outputs == ["y:float32:output_0_dim_0,output_0_dim_1"]
+
+
+@pytest.mark.parametrize("shape", [(8, 4), ("batch", 4)])
+@pytest.mark.parametrize(("threshold", "declared"), [(1, 7), (1, "drawn"), (100, 7)])
+def test_a_size_that_drawn_numbers_change_or_make_0_is_left_open(
+    tmp_path: Path, threshold: float, declared: int | str, shape: tuple[Any, ...]
+) -> None:
+    """A loop that is left when values say so is not known by its operator."""
+    nodes, constants = make_counted(threshold)
+    value = helper.make_tensor_value_info
+    ends = [value("again", TensorProto.BOOL, []), value("number", TensorProto.INT64, [])]
+    body_nodes = [
+        helper.make_node("Less", ["at", "count"], ["again"]),
+        helper.make_node("Identity", ["at"], ["number"]),
+    ]
+    begins = [value("at", TensorProto.INT64, []), value("before", TensorProto.BOOL, [])]
+    body = helper.make_graph(body_nodes, "body", begins, ends)
+    nodes += [
+        helper.make_node("Loop", ["most", "true"], ["numbers"], body=body),
+        helper.make_node("Slice", ["numbers", "one", "most"], ["y"]),
+    ]
+    constants |= {"most": np.int64([99]), "true": np.bool_(1)}
+    fed = draw_feeds(Signature(inputs=(TensorSpec.parse("x:float32:8,4"),), outputs=()), {})["x"]
+    size = int((fed.max(1) > threshold).sum()) if declared == "drawn" else declared
+    path = save_declared(tmp_path / "m.onnx", nodes, {"y": (TensorProto.INT64, [size])}, shape, **constants)
+    outputs, notes = load_outputs(path)
+    assert outputs == ["y:int64:output_0_dim_0"]
+    assert ["is left open" in note for note in notes] == [True]
+
+
+def test_a_size_that_all_runs_agree_on_replaces_a_declared_one(tmp_path: Path) -> None:
+    """Inference does not know how a loop ends that is always gone through three times."""
+    value = helper.make_tensor_value_info
+    ends = [value("again", TensorProto.BOOL, []), value("number", TensorProto.INT64, [])]
+    copies = [helper.make_node("Identity", names[:1], names[1:]) for names in (["before", "again"], ["at", "number"])]
+    begins = [value("at", TensorProto.INT64, []), value("before", TensorProto.BOOL, [])]
+    body = helper.make_graph(copies, "body", begins, ends)
+    nodes = [helper.make_node("Loop", ["three", "true"], ["y"], body=body)]
+    constants = {"three": np.int64(3), "true": np.bool_(1)}
+    path = save_declared(tmp_path / "m.onnx", nodes, {"y": (TensorProto.INT64, [7])}, **constants)
+    outputs, notes = load_outputs(path)
+    assert outputs == ["y:int64:3"]
+    assert ["is taken instead" in note for note in notes] == [True]
+
+
+@pytest.mark.parametrize("shape", [(8, 4), ("batch", 4), ("batch", "width")])
+def test_a_file_whose_outputs_are_as_declared_is_run_twice(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, shape: tuple[Any, ...]
+) -> None:
+    runs, open_graph = list[Feeds](), dimensions.evaluator.open_graph
+
+    def open_counted(path: Path) -> Any:
+        run = open_graph(path)
+        return lambda feeds: runs.append(feeds) or run(feeds)
+
+    monkeypatch.setattr(dimensions.evaluator, "open_graph", open_counted)
+    nodes = [helper.make_node("Normalizer", ["x"], ["y"], domain="ai.onnx.ml")]
+    path = save_declared(tmp_path / "m.onnx", nodes, {"y": (TensorProto.FLOAT, [*shape])}, shape)
+    load_outputs(path)
+    assert len(runs) == 2
+
+
+def test_dtypes_that_numpy_lacks_are_not_fed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(dimensions.evaluator, "open_graph", lambda path: pytest.fail("it was run"))
+    kind = TensorProto.BFLOAT16
+    nodes = [helper.make_node("Identity", ["x"], ["y"])]
+    path = save_declared(tmp_path / "m.onnx", nodes, {"y": (kind, [2, 4])}, dtype=kind)
+    assert load_outputs(path) == (["y:bfloat16:2,4"], ())

@@ -20,6 +20,10 @@ that an answer changes only where rounding changes the values. TopK is none: aga
 first of equal values first."""
 _IN_ORDER = ("NonZero", "Compress")
 """Listing operators that keep the order of places."""
+_COUNTING = (*_LISTING, "NonMaxSuppression")
+"""Operators whose results have as many rows as values are of a kind."""
+_SIZING = {"Range": 0, "ConstantOfShape": 0, "Expand": 1, "Reshape": 1, "Tile": 1, "Slice": 1, "Pad": 1, "TopK": 1}
+"""Operators that read sizes, or places up to which is cut, and their first input with these."""
 _SCATTERING = ("ScatterND", "ScatterElements", "Scatter")
 _GATHERING = ("Gather", "GatherElements", "GatherND")
 SHAPES = ("Shape", "Size")
@@ -57,6 +61,26 @@ def find_unordered(graph: "onnx.GraphProto") -> dict[str, Literal["rows", "posit
 def find_chosen(graph: "onnx.GraphProto") -> frozenset[str]:
     """Find all values with rows that were chosen by values, as :func:`find_unordered` finds outputs."""
     return _ChoiceSearch(graph).find_values()
+
+
+def find_counted(graph: "onnx.GraphProto") -> frozenset[str]:
+    """Find all values whose sizes may depend on other values: on how many are chosen, or on a size that is computed.
+
+    Unlike :func:`find_chosen`, these may be behind a choice by whole numbers, not behind a TopK of a constant number.
+    """
+    varying = {value.name for value in graph.input} - {weight.name for weight in graph.initializer}
+    counted = set[str]()
+    for node in graph.node:
+        read, kind = set(traversal.list_reads(node)), node.op_type
+        if read.isdisjoint(varying) or (kind in SHAPES and read.isdisjoint(counted)):
+            continue
+        varying.update(node.output)
+        sizing = {name for name in node.input[_SIZING.get(kind, len(node.input)) :] if name in varying}
+        counts = any(inner.op_type in _COUNTING for inner in traversal.walk([node]))
+        shaping = set(node.input[:1]) if kind in _SCATTERING else read
+        if counts or sizing or not shaping.isdisjoint(counted):
+            counted.update(node.output)
+    return frozenset(counted)
 
 
 class _ChoiceSearch:

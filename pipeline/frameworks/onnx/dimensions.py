@@ -5,16 +5,19 @@ a first call for given ones in the next call with the same binding, and checks t
 """
 
 import contextlib
-from collections.abc import Callable, Mapping, Sequence
+import itertools
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from enginesmith.pipeline.errors import InvalidGraph, MissingCapability, ModelError, SignatureError
-from enginesmith.pipeline.frameworks.onnx import evaluator, model_file, traversal
+from enginesmith.pipeline.frameworks.onnx import choices, evaluator, model_file, traversal
 from enginesmith.pipeline.tensors import (
+    DTYPES,
     Array,
     Feeds,
+    Signature,
     TensorSpec,
     format_sizes,
     is_sum,
@@ -162,30 +165,34 @@ def name_outputs(path: Path, sizes: Mapping[str, int], draw: Callable[[Mapping[s
 
 @dataclass(frozen=True)
 class _Run:
-    """Answers of a model at the usual sizes, or with one of them changed."""
+    """Answers of a model at the usual sizes, or with some of them changed."""
 
     sizes: Mapping[str, int]
     answers: Sequence[Array]
 
 
 def correct_outputs(
-    path: Path, sizes: Mapping[str, int], draw: Callable[[Mapping[str, int]], Feeds]
+    path: Path, sizes: Mapping[str, int], draw: Callable[[Mapping[str, int], int], Feeds]
 ) -> tuple[str, ...]:
     """Write the shapes that a file answers in place of declared ones that contradict them; return a note for each.
 
-    The model is run for that at ``sizes``, and with each of them changed, unless inference gives what is declared.
+    The model is run for that on two draws, at ``sizes`` and with all of them changed, and, if it answers anything else
+    than declared, with each of them changed; not at all if inference gives what is declared, or numpy lacks a dtype.
+    Sizes that may depend on values are left open, whatever the runs give. ``draw`` takes sizes and a seed.
 
     Raises:
         InvalidGraph: inference contradicts what is declared, and the model cannot be run.
         SignatureError: an input or output is no tensor of a supported dtype and known rank.
     """
     model, signature = model_file.read(path), model_file.signature(path)
-    unproven = _list_unproven(model_file.skeleton(path))
+    inferred = model_file.infer_outputs(model_file.skeleton(path))
+    unproven = _list_unproven(model, inferred)
     if not unproven:
         return ()
+    counted = choices.find_counted(model.graph)
     words = dict.fromkeys(word for spec in signature.inputs for word in spec.symbols)
     try:
-        runs = _run_at({word: sizes[word] for word in words}, evaluator.open_graph(path), draw)
+        runs = _measure(path, signature, {word: sizes[word] for word in words}, draw)
     except (ModelError, MissingCapability) as error:
         if wrong := next((name for name, contradicted in unproven.items() if contradicted), ""):
             raise InvalidGraph(
@@ -193,24 +200,35 @@ def correct_outputs(
                 f"shape than its node gives, and the model cannot be run to see its shape: {error.message}",
                 "export it again",
             ) from error
-        return ()
+        runs = []
     changed = list[int]()
     for at, value in enumerate(model.graph.output):
+        if value.name not in unproven:
+            continue
+        before, follows = value.SerializeToString(), value.name not in counted
+        if not follows:
+            _take_inferred(value, inferred.get(value.name))
         shapes = [run.answers[at].shape for run in runs]
-        same_rank = len({len(shape) for shape in shapes}) == 1
-        if value.name in unproven and same_rank and any(_contradicts(value, shape) for shape in shapes):
-            _write_measured(value, shapes, [run.sizes for run in runs], all_taken=len(runs) > len(words))
+        if len({len(shape) for shape in shapes}) == 1 and any(_contradicts(value, shape) for shape in shapes):
+            _write_measured(value, shapes, [run.sizes for run in runs], follows=follows)
+        if value.SerializeToString() != before:
             changed.append(at)
     if not changed:
         return ()
     path.write_bytes(model.SerializeToString())
-    pairs = ((signature.outputs[at], model_file.signature(path).outputs[at]) for at in changed)
-    return tuple(f"the file declares the output {old}, and answers {new}, which is taken instead" for old, new in pairs)
+    outputs = model_file.signature(path).outputs
+    return tuple(_describe(signature.outputs[at], outputs[at], words) for at in changed)
 
 
-def _list_unproven(model: "onnx.ModelProto") -> dict[str, bool]:
+def _describe(old: TensorSpec, new: TensorSpec, words: Collection[str]) -> str:
+    declared = f"the file declares the output {old}"
+    if {*new.symbols} - {*old.symbols, *words}:
+        return f"{declared}, of which a size differs from call to call, and is left open: {new}"
+    return f"{declared}, and answers {new}, which is taken instead"
+
+
+def _list_unproven(model: "onnx.ModelProto", inferred: Mapping[str, tuple[int | None, ...]]) -> dict[str, bool]:
     """List the outputs whose declared shapes shape inference does not give, and True where it gives another one."""
-    inferred = model_file.infer_outputs(model)
     unproven = dict[str, bool]()
     for value in model.graph.output:
         declared, given = value.type.tensor_type.shape.dim, inferred.get(value.name)
@@ -226,20 +244,56 @@ def _list_unproven(model: "onnx.ModelProto") -> dict[str, bool]:
     return unproven
 
 
-def _run_at(
-    sizes: Mapping[str, int], run: evaluator.RunGraph, draw: Callable[[Mapping[str, int]], Feeds]
+def _measure(
+    path: Path, signature: Signature, sizes: Mapping[str, int], draw: Callable[[Mapping[str, int], int], Feeds]
 ) -> list[_Run]:
-    """Run a model at sizes, and with each of them halved, or 1 doubled; changed sizes that it refuses are left out.
+    """Run a model at sizes, and on another draw with all of them changed: halved, or 1 doubled.
+
+    Where it answers other sizes than declared, or refuses the changed ones, the second run gives way to one on another
+    draw and one for each changed size; those that it refuses are left out.
 
     Raises:
-        ModelError: it refuses the first ones.
+        ModelError: it refuses the first ones, or numpy lacks a dtype of it.
+        MissingCapability: ONNX Runtime is not installed.
     """
-    runs = [_Run(sizes, run(draw(sizes)))]
-    for word, size in sizes.items():
-        changed = {**sizes, word: size // 2 or 2}
-        with contextlib.suppress(ModelError):
-            runs.append(_Run(changed, run(draw(changed))))
-    return runs
+    if lacking := next((s for s in (*signature.inputs, *signature.outputs) if s.dtype not in DTYPES), None):
+        raise ModelError(f"numpy has no {lacking.dtype}, which {lacking.name!r} has")
+    run, values = evaluator.open_graph(path), model_file.skeleton(path).graph.output
+    changed = {word: size // 2 or 2 for word, size in sizes.items()}
+    runs = [_Run(sizes, run(draw(sizes, 0))), *_try(run, draw, changed, 1)]
+    answers = [(value, array.shape) for each in runs for value, array in zip(values, each.answers, strict=True)]
+    if len(runs) > 1 and not any(_contradicts(*answer) for answer in answers):
+        return runs
+    singles = [_try(run, draw, {**sizes, word: size}, 0) for word, size in changed.items()]
+    return [runs[0], *_try(run, draw, sizes, 1), *itertools.chain.from_iterable(singles)]
+
+
+def _try(
+    run: evaluator.RunGraph, draw: Callable[[Mapping[str, int], int], Feeds], sizes: Mapping[str, int], seed: int
+) -> list[_Run]:
+    with contextlib.suppress(ModelError):
+        return [_Run(sizes, run(draw(sizes, seed)))]
+    return []
+
+
+def _take_inferred(value: "onnx.ValueInfoProto", known: Sequence[int | None] | None) -> None:
+    """Keep what inference gives of the sizes that an output is declared with, and leave the others open."""
+    dims = value.type.tensor_type.shape.dim
+    if other_rank := known is not None and len(known) != len(dims):
+        _clear(value, len(known))
+    for dim, size in zip(dims, known or [None] * len(dims), strict=True):
+        if other_rank or model_file.is_fixed(dim):
+            dim.Clear()
+            if size is not None:
+                _write(dim, size)
+
+
+def _clear(value: "onnx.ValueInfoProto", rank: int) -> None:
+    """Replace the shape of an output by that many open dimensions."""
+    dims = value.type.tensor_type.shape.dim
+    del dims[:]
+    for _ in range(rank):
+        dims.add()
 
 
 def _contradicts(value: "onnx.ValueInfoProto", shape: Sequence[int]) -> bool:
@@ -254,24 +308,24 @@ def _write_measured(
     shapes: Sequence[tuple[int, ...]],
     sizes: Sequence[Mapping[str, int]],
     *,
-    all_taken: bool,
+    follows: bool,
 ) -> None:
     """Write the shape that an output had at sizes of the inputs: words that it follows, and what stays the same.
 
-    What fits of the declared shape is kept. A size stays only if every size of the inputs was changed: else it is open.
+    What fits of the declared shape is kept. A size stays only if every size of the inputs was changed, and the draw:
+    else it is open, and so is 0, which comes of numbers. Of one that does not ``follow`` sizes, no more than the rank
+    is written.
     """
     columns = list(zip(*shapes, strict=True))
     words = {tuple(each[word] for each in sizes): word for word in sizes[0]}
     dims = value.type.tensor_type.shape.dim
     if len(dims) != len(columns):
-        del dims[:]
-        for _ in columns:
-            dims.add()
+        _clear(value, len(columns))
     for dim, column in zip(dims, columns, strict=True):
         if dim.dim_param or (model_file.is_fixed(dim) and {*column} == {dim.dim_value}):
             continue
         dim.Clear()
-        if len({*column}) > 1 and column in words:
+        if follows and len({*column}) > 1 and column in words:
             _write(dim, words[column])
-        elif len({*column}) == 1 and all_taken:
+        elif follows and len({*column}) == 1 and column[0] and len(sizes) == len(sizes[0]) + 2:
             _write(dim, column[0])
