@@ -182,6 +182,19 @@ def test_example_inputs_fit_the_kind_of_model(module: nn.Module, expected: list[
     assert all(len(values.shape) == len(spec.shape) and len(values) == 2 for values, spec in made.values())
 
 
+class Frames(Pictures):
+    def forward(self, pixel_values: Tensor) -> dict[str, Any]:  # type: ignore[override]
+        rows, _, _, _ = pixel_values.shape
+        return {"y": pixel_values.reshape(rows // self.config.num_frames, self.config.num_frames, -1)}
+
+
+def test_a_model_that_takes_the_pictures_of_videos_as_a_batch_gets_those_of_one() -> None:
+    module = Frames(image_size=6, num_channels=1, num_frames=4)
+    values, spec = hugging_face_inputs.make_example(module)["pixel_values"]
+    assert str(spec) == "pixel_values:float32:4,1,6,6"
+    assert module(values)["y"].shape == (1, 4, 36)
+
+
 @pytest.mark.parametrize("length", [1, 7, 16, 32])
 def test_made_up_texts_have_as_many_ends_in_each_row_wherever_they_are_cut(length: int) -> None:
     """A head that judges by the token that ends a text needs one, and as many in each row."""

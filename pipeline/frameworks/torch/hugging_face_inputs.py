@@ -18,6 +18,7 @@ Example = dict[str, tuple[Tensor, TensorSpec]]
 
 FACTORY = "a file.py with a factory that returns (module, example_inputs)"
 _ROWS, _SEQUENCE, _SAMPLES, _PIXELS, _CHANNELS = 2, 32, 16_000, 224, 3
+_VIDEO_RANK = 5
 _READS_TEXT_ITSELF = ("ForSequenceClassification", "ForQuestionAnswering")
 """Ends of the names of classes whose decoder, if there is one, reads the text that the encoder reads."""
 _TOWERS = {
@@ -108,8 +109,30 @@ def _is_required(parameter: inspect.Parameter) -> bool:
 def make_example(module: nn.Module) -> Example:
     """Make example inputs: text, pictures, sound, several of them for models of towers, series; empty if unknown."""
     with contextlib.suppress(AttributeError, TypeError, ValueError, RuntimeError):  # a configuration of another form
-        return _make_example(module)
+        return _join_frames(module, _make_example(module))
     return {}
+
+
+def _join_frames(module: nn.Module, example: Example) -> Example:
+    """Give the pictures of one video as a batch to a model that takes them so, and not as videos."""
+    videos = {name for name, (values, _) in example.items() if values.ndim == _VIDEO_RANK}
+    joined = {
+        name: (values[0], spec.model_copy(update={"shape": spec.shape[1:]})) if name in videos else (values, spec)
+        for name, (values, spec) in example.items()
+    }
+    takes = videos and not _runs(module, _take_values(example)) and _runs(module, _take_values(joined))
+    return joined if takes else example
+
+
+def _take_values(example: Example) -> dict[str, Tensor]:
+    return {name: values for name, (values, _) in example.items()}
+
+
+def _runs(module: nn.Module, values: Mapping[str, Tensor]) -> bool:
+    with contextlib.suppress(Exception), torch.inference_mode():  # whatever it raises, it does not take such inputs
+        module(**values)
+        return True
+    return False
 
 
 def fix_lengths(module: nn.Module, example: Example) -> tuple[Example, list[str]]:
@@ -117,16 +140,13 @@ def fix_lengths(module: nn.Module, example: Example) -> tuple[Example, list[str]
 
     One sample is tried, as several may have as many numbers as one of the full length has.
     """
-    values = {name: value for name, (value, _) in example.items()}
+    values = _take_values(example)
     specs = [spec for _, spec in example.values()]
     full = {word: 1 if word == BATCH else size for word, size in read_sizes(specs, values).items()}
     halved = {word: size if word == BATCH else max(1, size // 2) for word, size in full.items()}
 
     def runs(sizes: Mapping[str, int]) -> bool:
-        with contextlib.suppress(Exception), torch.inference_mode():  # whatever it raises, it does not take such sizes
-            module(**resize_example(specs, values, sizes))
-            return True
-        return False
+        return _runs(module, resize_example(specs, values, sizes))
 
     if halved == full or runs(halved) or not runs(full):
         return example, []
