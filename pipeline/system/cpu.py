@@ -132,11 +132,19 @@ def count_others() -> float:
         own = {pid for pid, columns in rows.items() if columns[_GROUP] == str(os.getpgid(0))}
         while children := {pid for pid, columns in rows.items() if columns[_PARENT] in own} - own:
             own |= children
-        threads = (stat for pid in own for stat in (_PROCESSES / pid / "task").glob("*/stat"))
+        threads = (stat for pid in own for stat in _list_threads(pid))
         running = (text(_PROCESSES / "loadavg") or "0 0 0 0/0").split()[3].partition("/")[0]
         counts.append(max(0, int(running) - sum(_read_columns(stat)[_STATE] == "R" for stat in threads)))
         clock.sleep(_READING_SECONDS)
     return sum(counts) / len(counts)
+
+
+def _list_threads(pid: str) -> list[Path]:
+    """List the files of a process's threads; none where it has ended."""
+    try:
+        return list((_PROCESSES / pid / "task").glob("*/stat"))
+    except OSError:
+        return []
 
 
 def _read_columns(stat: Path) -> list[str]:

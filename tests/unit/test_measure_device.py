@@ -1,6 +1,7 @@
 """Facts of the machine."""
 
 import os
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -140,6 +141,15 @@ def test_others_are_no_processes_of_this_group_nor_their_descendants(
     monkeypatch.setattr(cpu, "_PROCESSES", tmp_path)
     monkeypatch.setattr(cpu, "_READING_SECONDS", 0.0)
     assert cpu.count_others() == 3  # five threads run, two of them are this program's
+    glob = Path.glob
+
+    def glob_after_the_end(folder: Path, pattern: str) -> Iterator[Path]:
+        if folder == tmp_path / "2/task":
+            raise FileNotFoundError(folder)
+        return glob(folder, pattern)
+
+    monkeypatch.setattr(Path, "glob", glob_after_the_end)
+    assert cpu.count_others() == 4, "one of the two processes has ended meanwhile"
 
 
 def test_threads_of_this_program_that_wait_for_a_core_are_no_others(monkeypatch: pytest.MonkeyPatch) -> None:
