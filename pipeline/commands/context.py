@@ -82,17 +82,12 @@ def set_fields(values: dict[str, Any], options: dict[str, Any]) -> dict[str, Any
 
 
 def budgets_of(recipe: "Recipe", options: dict[str, Any]) -> "tuple[Budgets, float | None]":
-    """Read a recipe's budgets and fidelity threshold, and the given ones: of two of a kind the stricter one."""
+    """Read a recipe's budgets and fidelity threshold, with the given options."""
     from enginesmith.pipeline.recipe import parsed
 
     given = {name: value for name, value in options.items() if name.startswith(("budgets__", "min_sqnr_db"))}
     changed = parsed(set_fields(recipe.model_dump(mode="json"), given), set_fields({}, given))
-    own, asked = recipe.budgets.model_dump(exclude_none=True), changed.budgets.model_dump(exclude_none=True)
-    strictest = {
-        name: (max if name.startswith("min_") else min)(limit, own.get(name, limit)) for name, limit in asked.items()
-    }
-    thresholds = [each.min_sqnr_db for each in (recipe, changed) if each.min_sqnr_db is not None]
-    return changed.budgets.model_copy(update=strictest), max(thresholds, default=None)
+    return changed.budgets, changed.min_sqnr_db
 
 
 def _pair(text: str) -> tuple[str, str]:

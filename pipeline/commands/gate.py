@@ -76,9 +76,9 @@ def gate(
     beyond the tolerance, and with --strict in any case. It is 1 if every requested engine failed, or nothing was
     measured.
 
-    Budgets are those of the run's recipe, and those given here; where both have one, the stricter one holds. A
-    regression is a number that is worse than the baseline by more than the tolerance, and statistically significant.
-    Both engines are measured again, side by side, if this machine can run them.
+    Budgets are those of the run's recipe, and those given here, which stand instead of the recipe's of the same kind,
+    also where they are looser. A regression is a number that is worse than the baseline by more than the tolerance,
+    and statistically significant. Both engines are measured again, side by side, if this machine can run them.
 
     The checks are written to gate.json in RUN, and shown in its report.html, report.md (fleet.html, fleet.md) and
     junit.xml. If gate ends with an error, such as a baseline that does not exist, it removes an earlier gate.json.
