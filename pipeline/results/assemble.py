@@ -473,7 +473,11 @@ def settle_untried(records: Sequence[VariantRecord]) -> list[VariantRecord]:
     }
     settled = []
     for record in records:
-        if record.untried and (refused := refusing.get((record.engine, record.target))):
+        if (
+            record.untried
+            and record.late != NO_TIME_TO_MEASURE
+            and (refused := refusing.get((record.engine, record.target)))
+        ):
             reason = f"its engine does not take the graph: see {refused}"
             record = record.model_copy(update={"untried": False, "late": None, "reason": reason})
         settled.append(record)

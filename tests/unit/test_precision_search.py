@@ -213,9 +213,10 @@ def test_what_fits_the_cause_of_most_that_lose_much_is_tried_first(cause: Cause,
         ({"": (2.10, 2.1, 2.1), "g0": (2.12, 2.12, 2.12)}, ""),
         ({"": (2.0, 1.9, 2.1), "g0": (2.2, 2.0, 2.4), "g0 g1": (2.5, 2.3, 2.7)}, "g0"),
         ({"": (1.0, 0.99, 1.01), "g0": (1.5, 1.49, 1.51), "g0 g1": (1.55, 0.6, 2.5)}, "g0"),
+        ({"": None, "g0": (0.6, 0.55, 0.65)}, ""),
         ({"": None, "g0": None}, ""),
     ],
-    ids=["noise", "apart", "little", "between", "the fastest is noisy", "not measured"],
+    ids=["noise", "apart", "little", "between", "the fastest is noisy", "disturbed", "not measured"],
 )
 def test_fewer_groups_are_quantized_only_where_that_is_faster_beyond_noise(intervals: Any, chosen: str) -> None:
     given: dict[str, Any] = {"phase": "everything", "method": "mse", "why": "", "passed": True, "error": 0}

@@ -23,6 +23,7 @@ _IN_ORDER = ("NonZero", "Compress")
 _COUNTING = (*_LISTING, "NonMaxSuppression")
 """Operators whose results have as many rows as values are of a kind."""
 _SIZING = {"Range": 0, "ConstantOfShape": 0, "Expand": 1, "Reshape": 1, "Tile": 1, "Slice": 1, "Pad": 1, "TopK": 1}
+_SIZING |= {"OneHot": 1, "Resize": 2, "Upsample": 1, "Split": 1, "CenterCropPad": 1}
 """Operators that read sizes, or places up to which is cut, and their first input with these."""
 _SCATTERING = ("ScatterND", "ScatterElements", "Scatter")
 _GATHERING = ("Gather", "GatherElements", "GatherND")

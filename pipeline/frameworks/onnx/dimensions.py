@@ -178,7 +178,8 @@ def correct_outputs(
 
     The model is run for that on two draws, at ``sizes`` and with all of them changed, and, if it answers anything else
     than declared, with each of them changed; not at all if inference gives what is declared, or numpy lacks a dtype.
-    Sizes that may depend on values are left open, whatever the runs give. ``draw`` takes sizes and a seed.
+    Of a size that depends on values, nothing that a run gives is written: it stays as declared where all runs answer
+    that, and else is left open. ``draw`` takes sizes and a seed.
 
     Raises:
         InvalidGraph: inference contradicts what is declared, and the model cannot be run.
@@ -200,14 +201,12 @@ def correct_outputs(
                 f"shape than its node gives, and the model cannot be run to see its shape: {error.message}",
                 "export it again",
             ) from error
-        runs = []
+        return ()
     changed = list[int]()
     for at, value in enumerate(model.graph.output):
         if value.name not in unproven:
             continue
         before, follows = value.SerializeToString(), value.name not in counted
-        if not follows:
-            _take_inferred(value, inferred.get(value.name))
         shapes = [run.answers[at].shape for run in runs]
         if len({len(shape) for shape in shapes}) == 1 and any(_contradicts(value, shape) for shape in shapes):
             _write_measured(value, shapes, [run.sizes for run in runs], follows=follows)
@@ -223,7 +222,7 @@ def correct_outputs(
 def _describe(old: TensorSpec, new: TensorSpec, words: Collection[str]) -> str:
     declared = f"the file declares the output {old}"
     if {*new.symbols} - {*old.symbols, *words}:
-        return f"{declared}, of which a size differs from call to call, and is left open: {new}"
+        return f"{declared}, of which a size may differ from call to call, and is left open: {new}"
     return f"{declared}, and answers {new}, which is taken instead"
 
 
@@ -274,18 +273,6 @@ def _try(
     with contextlib.suppress(ModelError):
         return [_Run(sizes, run(draw(sizes, seed)))]
     return []
-
-
-def _take_inferred(value: "onnx.ValueInfoProto", known: Sequence[int | None] | None) -> None:
-    """Keep what inference gives of the sizes that an output is declared with, and leave the others open."""
-    dims = value.type.tensor_type.shape.dim
-    if other_rank := known is not None and len(known) != len(dims):
-        _clear(value, len(known))
-    for dim, size in zip(dims, known or [None] * len(dims), strict=True):
-        if other_rank or model_file.is_fixed(dim):
-            dim.Clear()
-            if size is not None:
-                _write(dim, size)
 
 
 def _clear(value: "onnx.ValueInfoProto", rank: int) -> None:

@@ -5,7 +5,6 @@ Tracing keeps what was a Python number, and the path through the code that the e
 
 import contextlib
 import functools
-import warnings
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
@@ -27,8 +26,6 @@ FAILURES = (RuntimeError, ValueError, LookupError, AssertionError, TypeError)
 """What a module raises for feeds that are not for it, and a program for sizes that it was not captured for."""
 _THRESHOLDS = Thresholds(min_sqnr_db=60, max_error_of_range=1e-3)
 """Another path through the code, or a size that was kept by mistake, is off by far more."""
-_UNEVEN = 0.05
-"""Part by which growths of a trace may differ: constants that steps share are one operation or several."""
 _SHORT = 16
 """Length up to which one of several times as much is tried, too: all that are near may lie within one block."""
 
@@ -159,32 +156,6 @@ def runs(loaded: "LoadedModel", sizes: Mapping[str, int]) -> bool:
         loaded.module(*_resize(loaded, sizes).values())
         return True
     return False
-
-
-def is_unrolled(loaded: "LoadedModel", symbol: str) -> bool:
-    """Tell whether traces of the module grow by about as many operations for each step that a dimension is longer.
-
-    So they do where the module's code loops over it, and then no capture at one size holds at another. A loop in
-    TorchScript stays one. The sizes are the example's, the one next tried, and as much again.
-    """
-    import torch
-
-    given, other = loaded.dynamic_sizes, find_other_sizes(loaded)
-    if other is None or symbol not in given:
-        return False
-    counts = []
-    with contextlib.suppress(*FAILURES, AttributeError, ImportError), torch.no_grad(), warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        for size in (given[symbol], other[symbol], 2 * other[symbol] - given[symbol]):
-            feeds = tuple(_resize(loaded, {**given, symbol: size}).values())
-            traced = torch.jit.trace(  # type: ignore[no-untyped-call]
-                loaded.module, feeds, check_trace=False, strict=False
-            )
-            counts.append(sum(1 for _ in traced.inlined_graph.nodes()))
-    if len(counts) < 3:
-        return False
-    growth, next_growth = counts[1] - counts[0], counts[2] - counts[1]
-    return growth >= other[symbol] - given[symbol] and abs(next_growth - growth) <= _UNEVEN * growth
 
 
 def find_other_sizes(loaded: "LoadedModel") -> dict[str, int] | None:

@@ -21,7 +21,6 @@ from enginesmith.pipeline.passes.export.agreement import (
     find_fixed_sizes,
     find_other_sizes,
     find_trace_fault,
-    is_unrolled,
 )
 from enginesmith.pipeline.passes.export.attention import decompose_attention, raise_masks, spread_masks
 from enginesmith.pipeline.passes.export.failures import (
@@ -310,7 +309,7 @@ def _translate(loaded: "LoadedModel", opset: int) -> "ONNXProgram":
     keep_registry()
     shapes = _list_dynamic_axes(loaded.signature)
     try:
-        with torch.no_grad(), _end_where_unrolled(loaded):
+        with torch.no_grad():
             program = torch.onnx.export(
                 loaded.module,
                 _make_example(loaded),
@@ -327,30 +326,6 @@ def _translate(loaded: "LoadedModel", opset: int) -> "ONNXProgram":
         raise ExportError("torch.onnx.export returned nothing")
     _check_inputs([value.shape or () for value in program.model.graph.inputs], loaded)
     return program
-
-
-@contextlib.contextmanager
-def _end_where_unrolled(loaded: "LoadedModel") -> Iterator[None]:
-    """Let torch.onnx not capture a module again, in its other mode, whose first capture unrolled a loop.
-
-    Raises:
-        FixedDimension: it did.
-    """
-    from torch.onnx._internal.exporter._capture_strategies import TorchExportNonStrictStrategy as First
-
-    def end(strategy: Any, model: Any, error: Exception) -> None:
-        failure = explain_failure(error, loaded)
-        if isinstance(failure, FixedDimension) and is_unrolled(loaded, failure.symbol):
-            failure.runs_elsewhere = False
-            raise failure from error
-        report(strategy, model, error)
-
-    report = First._failure
-    First._failure = end  # type: ignore[assignment, method-assign]
-    try:
-        yield
-    finally:
-        First._failure = report  # type: ignore[method-assign]
 
 
 def capture_widely(loaded: "LoadedModel", ranges: Mapping[str, ShapeRange]) -> tuple["ExportedProgram", str]:
@@ -389,7 +364,7 @@ def _capture_elsewhere(
     ``if height == width == 224`` is true of an example, and fixes what may be any size elsewhere. Returns what
     :func:`widen_program` does; None where there is no such program.
     """
-    if failure.runs_elsewhere is False or is_unrolled(loaded, failure.symbol):
+    if failure.runs_elsewhere is False:
         failure.runs_elsewhere = False
         return None
     sizes = find_other_sizes(loaded)

@@ -290,7 +290,9 @@ def best(trials: Sequence[Trial], groups: Sequence[GroupFact]) -> Trial | None:
 
 def _is_faster(trial: Trial, other: Trial) -> bool:
     """Tell whether a trial is faster by more than the gain that counts, and the intervals of both are apart."""
-    mine, theirs = trial.speedup or 0.0, other.speedup or 0.0
+    mine, theirs = trial.speedup, other.speedup
+    if mine is None or theirs is None:  # it was not measured, or other programs disturbed that
+        return False
     low, high = (trial.speedup_range or (mine,))[0], (other.speedup_range or (theirs,))[-1]
     return mine > _GAIN * theirs and low > high
 
