@@ -79,6 +79,7 @@ def test_digits_take_raw_bytes_and_answer_with_probabilities(raw_digits: Path, c
         assert np.array_equal(answer.argmax(1), np.load(raw)["labels"][:4])
 
 
+@pytest.mark.thorough
 def test_a_detector_suppresses_its_boxes_itself(tmp_path: Path, cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     Path("detector.py").write_text(DETECTOR, encoding="utf-8")

@@ -159,6 +159,7 @@ def test_what_a_surgery_does_not_tell_of_is_refused(tmp_path: Path) -> None:
         saved.save_changed(parent, model, out, before.difference(model.module.model))
 
 
+@pytest.mark.thorough
 def test_taylor_needs_data_and_takes_labels(tmp_path: Path) -> None:
     parent = loaded(tmp_path)
     with pytest.raises(UsageError, match="taylor needs samples"):

@@ -103,6 +103,7 @@ def test_of_split_data_it_learns_from_calibration_and_is_judged_by_choice(
     assert record.data == f"data.npz (calibration and choice: {samples} of 100)"
 
 
+@pytest.mark.thorough
 def test_it_takes_no_more_time_than_is_left_and_is_made_again_with_more(
     pair: Pair, unlabeled: Path, tmp_path: Path
 ) -> None:
