@@ -473,11 +473,8 @@ def settle_untried(records: Sequence[VariantRecord]) -> list[VariantRecord]:
     }
     settled = []
     for record in records:
-        if (
-            record.untried
-            and record.late != NO_TIME_TO_MEASURE
-            and (refused := refusing.get((record.engine, record.target)))
-        ):
+        refused = refusing.get((record.engine, record.target))
+        if refused and record.untried and record.late != LATE[NO_TIME_TO_MEASURE]:
             reason = f"its engine does not take the graph: see {refused}"
             record = record.model_copy(update={"untried": False, "late": None, "reason": reason})
         settled.append(record)

@@ -313,6 +313,13 @@ def test_a_search_promises_no_variant_of_an_engine_that_does_not_take_the_model(
     assert line.endswith(f"tries {', '.join(told)}")
 
 
+def test_a_variant_that_was_built_is_not_said_to_be_refused() -> None:
+    float_refused = variant("float", engine="openvino", precision="fp32", status="failed", failure="unsupported")
+    late = {"status": "built", "untried": True, "late": "no time to measure", "reason": NO_TIME_TO_MEASURE}
+    built = variant("int8", engine="openvino", precision="int8", **late)
+    assert settle_untried([float_refused, built]) == [float_refused, built]
+
+
 def test_where_the_step_that_measures_all_has_failed_no_variant_can_be_used(outcomes: Outcomes) -> None:
     """Their engines are there, and the step has ended: the run is complete, and says why it has no winner."""
     full = StoreError("a file of the step: no space left on device", "free some")

@@ -5,13 +5,14 @@ from typing import Any
 
 import numpy as np
 import onnx
+import onnx.parser
 import pytest
 from onnx import TensorProto, helper, numpy_helper
 
 from enginesmith.pipeline.errors import FidelityError
 from enginesmith.pipeline.frameworks.fidelity import Fidelity, compare, compare_calls, describe_failure, thresholds_for
 from enginesmith.pipeline.frameworks.onnx import model_file
-from enginesmith.pipeline.frameworks.onnx.choices import find_unordered
+from enginesmith.pipeline.frameworks.onnx.choices import find_counted, find_unordered
 from enginesmith.pipeline.frameworks.rounding import FINE, Draw, make_records
 from enginesmith.pipeline.tensors import Array, Signature, TensorSpec
 
@@ -401,3 +402,22 @@ def test_a_file_tells_it_in_its_signature(tmp_path: Path) -> None:
     graph = helper.make_graph([NODE("TopK", ["x", "k"], ["values", "indices"])], "g", [image], outputs, [count])
     onnx.save(helper.make_model(graph, opset_imports=[helper.make_opsetid("", 17)]), tmp_path / "top.onnx")
     assert set(model_file.signature(tmp_path / "top.onnx").unordered) == {"values", "indices"}
+
+
+@pytest.mark.parametrize(
+    "node",
+    [
+        "Range(zero, n, one)",
+        "Tile(x, n)",
+        "TopK(x, n)",
+        "OneHot(places, n, ends)",
+        'Resize(x, "", "", n)',
+        "Split(x, n)",
+    ],
+)
+@pytest.mark.parametrize("computed", [True, False])
+def test_sizes_that_are_computed_from_values_are_counted(node: str, computed: bool) -> None:
+    """Those that constants or sizes of the inputs give are not."""
+    source = "c = ArgMax(x) n = ReduceSum(c)" if computed else "n = Shape(x)"
+    text = f"g (float[batch] x, int64[2] places) => (float[a] y) {{ {source} y = {node} }}"
+    assert ("y" in find_counted(onnx.parser.parse_graph(text))) is computed

@@ -1,4 +1,4 @@
-"""Find the outputs of a graph whose rows are chosen by values, so that rounding may change their number and order."""
+"""Find the values of a graph whose rows are chosen by values, so that rounding may change their number and order."""
 
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Literal
@@ -22,8 +22,12 @@ _IN_ORDER = ("NonZero", "Compress")
 """Listing operators that keep the order of places."""
 _COUNTING = (*_LISTING, "NonMaxSuppression")
 """Operators whose results have as many rows as values are of a kind."""
-_SIZING = {"Range": 0, "ConstantOfShape": 0, "Expand": 1, "Reshape": 1, "Tile": 1, "Slice": 1, "Pad": 1, "TopK": 1}
-_SIZING |= {"OneHot": 1, "Resize": 2, "Upsample": 1, "Split": 1, "CenterCropPad": 1}
+_SIZING = {
+    **dict.fromkeys(("Range", "ConstantOfShape"), 0),
+    **dict.fromkeys(("Expand", "Reshape", "Tile", "Slice", "Pad", "TopK", "OneHot", "Upsample", "Split"), 1),
+    "CenterCropPad": 1,
+    "Resize": 2,
+}
 """Operators that read sizes, or places up to which is cut, and their first input with these."""
 _SCATTERING = ("ScatterND", "ScatterElements", "Scatter")
 _GATHERING = ("Gather", "GatherElements", "GatherND")

@@ -66,8 +66,6 @@ class FixedDimension(ExportError):
 
     runs_elsewhere: bool | None = None
     """True if the module runs at other sizes, where another capture may hold; None where that was not tried."""
-    symbol: str = ""
-    """The dimension; empty for a sum of several."""
 
 
 def explain_failure(error: BaseException, loaded: "LoadedModel", remedy: str = REMEDY) -> ExportError:
@@ -114,13 +112,11 @@ def explain_fixed_dimension(
     message += f", which {place} fixes" if place else ""
     if is_sum(word):
         return FixedDimension(message, "remove that size from the model's code, or fix all of the sum with --input")
-    failure = FixedDimension(
+    return FixedDimension(
         message,
         f"{advise_fixed(loaded, {word: size})}, such as a loop over that many steps; where that has none, "
         "torch.export fixes it, as within torch.vmap: write a batched product in its place",
     )
-    failure.symbol = word
-    return failure
 
 
 def advise_fixed(loaded: "LoadedModel", sizes: Mapping[str, int]) -> str:
