@@ -18,13 +18,16 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
 from recipes.job import CALIBRATION, EVALUATION, JUDGEMENT, KNOWN
 
 from nets import pictures, workbench
+
+if TYPE_CHECKING:
+    from PIL.Image import Image
 
 HERE = Path(__file__).parent
 Arrays = dict[str, NDArray[Any]]
@@ -43,6 +46,9 @@ _PICTURE, _PAGE, _LINE, _TOKENS = 224, 320, (48, 320), 128
 MANY = (256, 800, 800)
 """Rows of small classifiers: one wrong answer has to be much less than the allowed loss."""
 _LETTER_HEIGHTS = (18, 34)
+_MOST_LETTERS = 40
+_BUILT_IN = ("top1", "cer=blank:0")
+"""Metrics of enginesmith itself; all others are functions of ``nets/metrics.py``."""
 _OCR = "packages/rapidocr_onnxruntime/models/ch_PP-OCRv4_{}_infer.onnx"
 
 
@@ -108,7 +114,7 @@ class Model:
 
     def metric_argument(self, work: Path) -> str:
         """Name the metric as enginesmith's command line does."""
-        return self.metric if self.metric == "top1" else f"{work / 'metrics.py'}:{self.metric}"
+        return self.metric if self.metric in _BUILT_IN else f"{work / 'metrics.py'}:{self.metric}"
 
 
 def import_paths(work: Path) -> list[Path]:
@@ -242,12 +248,11 @@ def _words() -> tuple[str, ...]:
 
 def _written(rows: int, height: int, width: int, lines: int, generator: np.random.Generator) -> NDArray[np.float32]:
     """Draw words on crops of photographs, in the range that PaddleOCR's networks take, [rows, 3, height, width]."""
-    from PIL import Image, ImageDraw, ImageFont
+    from PIL import ImageDraw, ImageFont
 
     found = []
     for crop in pictures.crops(rows, width, generator).numpy():
-        paper = 0.55 + 0.45 * crop[:, :height]
-        image = Image.fromarray((paper.transpose(1, 2, 0) * 255).astype(np.uint8))
+        image = _paper(crop[:, :height])
         draw = ImageDraw.Draw(image)
         for line in range(lines):
             words = generator.choice(_words(), 3)
@@ -257,8 +262,57 @@ def _written(rows: int, height: int, width: int, lines: int, generator: np.rando
                 line * height // lines + int(generator.integers(8)),
             )
             draw.text(place, " ".join(words), font=font, fill=tuple(generator.integers(0, 90, 3).tolist()))
-        found.append(np.asarray(image, np.float32).transpose(2, 0, 1) / 127.5 - 1)
+        found.append(_pixels(image))
     return np.stack(found)
+
+
+def _paper(crop: NDArray[np.float32]) -> "Image":
+    """Make pale paper of a crop of a photograph, [3, height, width] from 0 to 1."""
+    from PIL import Image
+
+    return Image.fromarray(((0.55 + 0.45 * crop).transpose(1, 2, 0) * 255).astype(np.uint8))
+
+
+def _pixels(image: "Image") -> NDArray[np.float32]:
+    """Return [3, height, width] in the range that PaddleOCR's networks take, -1 to 1."""
+    return np.asarray(image, np.float32).transpose(2, 0, 1) / 127.5 - 1
+
+
+def lines_with_text(part: str, rows: int, work: Path) -> Arrays:
+    """Draw a line of up to three words on each crop, all of them within it; labels are the letters, -1 behind the end.
+
+    Numbers of letters are the reader's, [rows, letters].
+    """
+    from PIL import ImageDraw, ImageFont
+
+    generator, numbers = _seed(part), _letter_numbers(work)
+    height, width = _LINE
+    found, texts = [], []
+    for crop in pictures.crops(rows, width, generator).numpy():
+        image = _paper(crop[:, :height])
+        draw = ImageDraw.Draw(image)
+        font = ImageFont.load_default(int(generator.integers(*_LETTER_HEIGHTS)))
+        left, top = int(generator.integers(2, width // 4)), int(generator.integers(8))
+        text = ""
+        for word in generator.choice(_words(), 3):
+            longer = f"{text} {word}".strip()
+            text = longer if left + draw.textlength(longer, font=font) < width else text
+        draw.text((left, top), text, font=font, fill=tuple(generator.integers(0, 90, 3).tolist()))
+        found.append(_pixels(image))
+        texts.append(text)
+    labels = np.full((rows, _MOST_LETTERS), -1)
+    for row, text in zip(labels, texts, strict=True):
+        row[: len(text)] = [numbers[letter] for letter in text]
+    return {"x": np.stack(found), "labels": labels}
+
+
+def _letter_numbers(work: Path) -> dict[str, int]:
+    """Read the reader's letters from its file: class 0 is the blank, and behind the listed ones comes a space."""
+    import onnx
+
+    properties = onnx.load(work / _OCR.format("rec"), load_external_data=False).metadata_props
+    letters = next(each.value for each in properties if each.key == "character").splitlines()
+    return {letter: number for number, letter in reversed([*enumerate([*letters, " "], 1)])}
 
 
 def _pages(part: str, rows: int, work: Path) -> Arrays:
