@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, NoReturn, Self
 from pydantic import BaseModel
 
 from enginesmith.pipeline.artifact import Artifact, Effect, Kind
-from enginesmith.pipeline.engines.profiling import Profiled, ProfileRequest
+from enginesmith.pipeline.engines.profiling import WARM_CALLS, Profiled, ProfileRequest
 from enginesmith.pipeline.engines.triton import TritonBackend
 from enginesmith.pipeline.errors import MissingCapability, UsageError
 from enginesmith.pipeline.passes.quantize.precisions import Placement, Quantizer
@@ -123,6 +123,19 @@ class Session(ABC):
         self.signature.check(feeds)
         outputs = self.answer([feeds[spec.name] for spec in self.signature.inputs])
         return {spec.name: value for spec, value in zip(self.signature.outputs, outputs, strict=True)}
+
+    def warm_up(self, feeds: Feeds) -> Any:
+        """Bind feeds, make the calls that do not count, and return what was bound.
+
+        Raises:
+            SignatureError: the feeds do not fit.
+        """
+        self.signature.check(feeds)
+        bound = self.bind(feeds)
+        for _ in range(WARM_CALLS):
+            self.enqueue(bound)
+        self.synchronize()
+        return bound
 
     def answer(self, values: Sequence[Array]) -> Sequence[Array]:
         """Run one whole inference of arrays that fit, which nothing checks; both sides in the signature's order.

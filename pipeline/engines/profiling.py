@@ -4,16 +4,12 @@ import statistics
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
 
 from pydantic import BaseModel
 
 from enginesmith.pipeline.artifact import Artifact
 from enginesmith.pipeline.system.device import Device
 from enginesmith.pipeline.tensors import Feeds
-
-if TYPE_CHECKING:
-    from enginesmith.pipeline.engines.base import Session
 
 BETWEEN = "(between operators)"
 """Time on the CPU in which no operator ran: a module's own code in Python, and torch's between its calls."""
@@ -100,16 +96,6 @@ class Tally:
             seconds, runs = zip(*(inference.get(name, (0.0, 0)) for inference in self.inferences), strict=True)
             medians[name] = (statistics.median(seconds), round(statistics.median(runs)))
         return medians
-
-
-def warm_up(session: "Session", feeds: Feeds) -> Any:
-    """Bind feeds, make the calls that do not count, and return what was bound."""
-    session.signature.check(feeds)
-    bound = session.bind(feeds)
-    for _ in range(WARM_CALLS):
-        session.enqueue(bound)
-    session.synchronize()
-    return bound
 
 
 def narrowest(types: Iterable[str], names: Mapping[str, str]) -> str:

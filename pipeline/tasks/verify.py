@@ -16,7 +16,6 @@ from enginesmith.calibration.options import DataOptions, PartOptions
 from enginesmith.calibration.user_code import is_reference
 from enginesmith.pipeline.artifact import Effect, Kind
 from enginesmith.pipeline.engines.base import Engine, Session
-from enginesmith.pipeline.engines.profiling import warm_up
 from enginesmith.pipeline.errors import DataError, FidelityError, ModelError, SignatureError, SourceError
 from enginesmith.pipeline.frameworks import samples
 from enginesmith.pipeline.frameworks.fidelity import (
@@ -466,7 +465,7 @@ def run_once(session: Session, feeds: Feeds, *, replayed: bool) -> dict[str, Arr
     """Run one inference; ``replayed``: as often as it takes to capture a CUDA graph, so that it answers by a replay."""
     if not replayed:
         return session.run(feeds)
-    bound = warm_up(session, feeds)
+    bound = session.warm_up(feeds)
     session.enqueue(bound)
     session.synchronize()
     return session.fetch()

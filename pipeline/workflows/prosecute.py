@@ -14,8 +14,8 @@ from enginesmith.pipeline.errors import ModelError, UsageError, storage_errors
 from enginesmith.pipeline.execution.events import Event, Outcome, Outcomes
 from enginesmith.pipeline.execution.executor import StepCache
 from enginesmith.pipeline.execution.settings import Settings
-from enginesmith.pipeline.measure.prosecution.evidence import FINDING
 from enginesmith.pipeline.measure.prosecution.finding import Prosecution
+from enginesmith.pipeline.measure.prosecution.issue import FINDING
 from enginesmith.pipeline.planning.plan import LOAD, Step, StepRef
 from enginesmith.pipeline.planning.planner import plan
 from enginesmith.pipeline.planning.prosecution import PROSECUTE, list_makers, prosecute_variant_steps

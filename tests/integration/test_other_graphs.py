@@ -16,7 +16,7 @@ from enginesmith.pipeline.engines import engine_class, simulation
 from enginesmith.pipeline.frameworks.onnx import model_file
 from enginesmith.pipeline.frameworks.source import resolve
 from enginesmith.pipeline.frameworks.torch import module, saved
-from enginesmith.pipeline.measure.prosecution.evidence import Finding
+from enginesmith.pipeline.measure.prosecution.finding import Finding
 from enginesmith.pipeline.measure.prosecution.locate import locate_fault
 from enginesmith.pipeline.measure.prosecution.search import MODEL, Disagreement
 from enginesmith.pipeline.measure.prosecution.stages import Stage, Stages

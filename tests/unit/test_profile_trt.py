@@ -10,6 +10,7 @@ import pytest
 from onnx import helper
 
 from enginesmith.pipeline.artifact import Artifact
+from enginesmith.pipeline.engines.base import Session
 from enginesmith.pipeline.engines.profiling import WARM_CALLS, OperatorTime, ProfileRequest
 from enginesmith.pipeline.engines.tensorrt import session as trt_profile
 from enginesmith.pipeline.engines.tensorrt.layers import read_layers
@@ -29,7 +30,7 @@ class Base:
 TRT: Any = SimpleNamespace(IProfiler=Base, LayerInformationFormat=SimpleNamespace(ONELINE="oneline"))
 
 
-class FakeSession:
+class FakeSession(Session):
     """Reports each layer of a dump with its time whenever it runs with a profiler, as execution contexts do."""
 
     signature = SIGNATURE
@@ -59,6 +60,15 @@ class FakeSession:
 
     def synchronize(self) -> None:
         pass
+
+    def fetch(self) -> dict[str, Any]:
+        return {}
+
+    def close(self) -> None:
+        pass
+
+    def sibling(self) -> Session:
+        raise NotImplementedError
 
 
 def graph(folder: Path, nodes: dict[str, tuple[str, str]]) -> Path:

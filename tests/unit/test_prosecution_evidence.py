@@ -17,9 +17,9 @@ from enginesmith.pipeline.engines.base import Engine
 from enginesmith.pipeline.engines.onnxruntime.engine import OnnxRuntime
 from enginesmith.pipeline.engines.openvino.engine import OpenVINO
 from enginesmith.pipeline.measure.prosecution import reduction
-from enginesmith.pipeline.measure.prosecution.evidence import Evidence, write_evidence
+from enginesmith.pipeline.measure.prosecution.evidence import Evidence
 from enginesmith.pipeline.measure.prosecution.finding import Finding
-from enginesmith.pipeline.measure.prosecution.issue import write_issue
+from enginesmith.pipeline.measure.prosecution.issue import write_evidence, write_issue
 from enginesmith.pipeline.measure.prosecution.locate import find_ties
 from enginesmith.pipeline.system.device import Device
 from enginesmith.pipeline.tensors import Feeds

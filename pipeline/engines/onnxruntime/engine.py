@@ -39,7 +39,7 @@ from enginesmith.pipeline.engines.onnxruntime.session import (
     open_session,
     session_options,
 )
-from enginesmith.pipeline.engines.profiling import Profiled, ProfileRequest, warm_up
+from enginesmith.pipeline.engines.profiling import Profiled, ProfileRequest
 from enginesmith.pipeline.engines.triton import Fields, Message, TritonBackend, quoted
 from enginesmith.pipeline.errors import MissingCapability, UsageError, install_command
 from enginesmith.pipeline.frameworks.onnx import edit, ir, model_file
@@ -408,7 +408,7 @@ class OnnxRuntime(Engine):
         executed = artifact.path if saved else scratch / _MODEL
         plain = self.tuned(artifact).without_graphs()
         with plain._open(artifact, device, save_to=None if saved else executed, trace=scratch / _TRACE) as session:
-            bound = warm_up(session, request.feeds)
+            bound = session.warm_up(request.feeds)
             for _ in range(request.calls):
                 session.enqueue(bound)
                 session.synchronize()

@@ -16,7 +16,7 @@ from pydantic import BaseModel
 from enginesmith.pipeline.engines.onnxruntime.profiler import Provenance
 from enginesmith.pipeline.engines.openvino.session import FloatType, OpenVINOSession
 from enginesmith.pipeline.engines.openvino.whole_numbers import WholeNumbers
-from enginesmith.pipeline.engines.profiling import OperatorTime, Origin, Profiled, ProfileRequest, Tally, warm_up
+from enginesmith.pipeline.engines.profiling import OperatorTime, Origin, Profiled, ProfileRequest, Tally
 from enginesmith.pipeline.frameworks.onnx import model_file, traversal
 from enginesmith.pipeline.frameworks.onnx.coverage import CONVERTERS, find_dequantized, is_product
 
@@ -137,7 +137,7 @@ def audit(layers: Iterable[Layer], int8_products: Sequence[str]) -> Audit:
 
 def profile(session: OpenVINOSession, request: ProfileRequest) -> Profiled:
     """Time the layers of an open session that is compiled to count."""
-    bound, tally, calls = warm_up(session, request.feeds), Tally(), list[float]()
+    bound, tally, calls = session.warm_up(request.feeds), Tally(), list[float]()
     rounded = find_rounded(model_file.skeleton(request.graph))[0] if request.graph else ()
     layers = {layer.name: layer for layer in read_layers(session.compiled, rounded)}
     for _ in range(request.calls):

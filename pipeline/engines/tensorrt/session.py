@@ -23,7 +23,7 @@ import torch
 from enginesmith.pipeline.engines import cuda_allocator
 from enginesmith.pipeline.engines.base import Session, refuse_closed
 from enginesmith.pipeline.engines.onnxruntime.profiler import Provenance
-from enginesmith.pipeline.engines.profiling import OperatorTime, Origin, Profiled, ProfileRequest, Tally, warm_up
+from enginesmith.pipeline.engines.profiling import OperatorTime, Origin, Profiled, ProfileRequest, Tally
 from enginesmith.pipeline.engines.tensorrt.layers import Layer, read_layers
 from enginesmith.pipeline.engines.tensorrt.loader import Opened, Room, activation_memory, open_context, output_allocator
 from enginesmith.pipeline.engines.tensorrt.options import SessionOptions
@@ -353,7 +353,7 @@ def profile(trt: Any, session: TensorRTSession, request: ProfileRequest, notes: 
         def report_layer_time(self, layer_name: str, ms: float) -> None:
             self.tally.add(layer_name, ms / 1e3)
 
-    bound: Any = warm_up(session, request.feeds)
+    bound: Any = session.warm_up(request.feeds)
     native, reporter = bound.context.native, Reporter()
     inspector = session.engine.create_engine_inspector()
     inspector.execution_context = native

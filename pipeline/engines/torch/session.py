@@ -21,15 +21,7 @@ from torch import profiler
 
 from enginesmith.pipeline.engines.base import Session, refuse_closed
 from enginesmith.pipeline.engines.cuda_allocator import release_workspaces
-from enginesmith.pipeline.engines.profiling import (
-    BETWEEN,
-    OperatorTime,
-    Origin,
-    Profiled,
-    ProfileRequest,
-    Tally,
-    warm_up,
-)
+from enginesmith.pipeline.engines.profiling import BETWEEN, OperatorTime, Origin, Profiled, ProfileRequest, Tally
 from enginesmith.pipeline.errors import EnginesmithError, ModelError
 from enginesmith.pipeline.frameworks.torch import file_tracking
 from enginesmith.pipeline.frameworks.torch.rounding import answer_perturbed, may_choose_rows
@@ -335,7 +327,7 @@ def profile(session: EagerSession, request: ProfileRequest, *, modules: bool, no
     on_cuda = request.device.kind == "cuda"
     activities = [profiler.ProfilerActivity.CPU, *([profiler.ProfilerActivity.CUDA] if on_cuda else [])]
     with named_ranges(session.forward) if modules else contextlib.nullcontext():
-        bound = warm_up(session, request.feeds)
+        bound = session.warm_up(request.feeds)
         with profiler.profile(activities=activities, acc_events=True) as recorded:
             for _ in range(request.calls):
                 with profiler.record_function(_CALL):

@@ -1,25 +1,15 @@
-"""Write what was found as a folder: a small graph, its inputs, the right answers, a script that shows the fault."""
+"""Hold what shows a fault: a small graph, its inputs, the right answers, and the script that compares them."""
 
-import json
 import re
 import textwrap
 from dataclasses import dataclass
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
-
-import numpy as np
+from typing import TYPE_CHECKING
 
 from enginesmith.pipeline.frameworks.onnx import model_file
-from enginesmith.pipeline.measure.prosecution.finding import Finding
-from enginesmith.pipeline.measure.prosecution.issue import write_issue
 from enginesmith.pipeline.tensors import Feeds
 
 if TYPE_CHECKING:
     import onnx
-
-FINDING, MODEL, INPUTS, EXPECTED, FOUND, SCRIPT, ISSUE = (
-    *("finding.json", "model.onnx", "inputs.npz", "expected.npz", "found.npz", "repro.py", "issue.md"),
-)
 
 
 @dataclass(frozen=True)
@@ -51,27 +41,6 @@ class Evidence:
             "FAILURE_CODE": "1" if self.found is None else "2",
         }
         return re.sub("|".join(texts), lambda match: texts[match[0]], _SCRIPT)  # at once: names may be like these
-
-
-def write_evidence(folder: Path, finding: Finding, evidence: Evidence) -> None:
-    """Write the folder."""
-    folder.mkdir(parents=True, exist_ok=True)
-    (folder / FINDING).write_text(finding.model_dump_json(indent=1) + "\n", encoding="utf-8")
-    if evidence.model is not None:
-        (folder / MODEL).write_bytes(evidence.model.SerializeToString())
-    _save(folder / INPUTS, evidence.feeds)
-    _save(folder / EXPECTED, evidence.expected)
-    if evidence.found is not None:
-        _save(folder / FOUND, evidence.found)
-    if evidence.program:
-        (folder / SCRIPT).write_text(evidence.program, encoding="utf-8")
-    (folder / ISSUE).write_text(write_issue(finding, evidence), encoding="utf-8")
-
-
-def _save(file: Path, arrays: Feeds) -> None:
-    names = {f"{index}": name for index, name in enumerate(arrays)}
-    content: dict[str, Any] = {key: arrays[name] for key, name in names.items()}
-    np.savez(file, allow_pickle=False, names=np.array(json.dumps(names)), **content)
 
 
 _SCRIPT = '''\

@@ -1,11 +1,15 @@
-"""Write a finding as a report for the issue tracker of the software that is wrong."""
+"""Write a finding as a folder: a report for the issue tracker of the software that is wrong, and what it names."""
 
+import json
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from enginesmith.pipeline.measure.prosecution.evidence import Evidence
+from enginesmith.pipeline.measure.prosecution.finding import Finding
 from enginesmith.pipeline.measure.prosecution.reduction import measure_distance
 from enginesmith.pipeline.tensors import Array, Feeds
 from enginesmith.pipeline.units import count_words, format_share, name_some
@@ -13,9 +17,9 @@ from enginesmith.pipeline.units import count_words, format_share, name_some
 if TYPE_CHECKING:
     import onnx
 
-    from enginesmith.pipeline.measure.prosecution.evidence import Evidence
-    from enginesmith.pipeline.measure.prosecution.finding import Finding
-
+FINDING, MODEL, INPUTS, EXPECTED, FOUND, SCRIPT, ISSUE = (
+    *("finding.json", "model.onnx", "inputs.npz", "expected.npz", "found.npz", "repro.py", "issue.md"),
+)
 _ROWS = 5
 """Elements of an output that are shown, the worst ones."""
 _OUTPUTS = 4
@@ -57,7 +61,28 @@ class _Difference:
         return np.asarray(self.apart > self.tolerance * self.span)
 
 
-def write_issue(finding: "Finding", evidence: "Evidence") -> str:
+def write_evidence(folder: Path, finding: Finding, evidence: Evidence) -> None:
+    """Write the folder."""
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / FINDING).write_text(finding.model_dump_json(indent=1) + "\n", encoding="utf-8")
+    if evidence.model is not None:
+        (folder / MODEL).write_bytes(evidence.model.SerializeToString())
+    _save(folder / INPUTS, evidence.feeds)
+    _save(folder / EXPECTED, evidence.expected)
+    if evidence.found is not None:
+        _save(folder / FOUND, evidence.found)
+    if evidence.program:
+        (folder / SCRIPT).write_text(evidence.program, encoding="utf-8")
+    (folder / ISSUE).write_text(write_issue(finding, evidence), encoding="utf-8")
+
+
+def _save(file: Path, arrays: Feeds) -> None:
+    names = {f"{index}": name for index, name in enumerate(arrays)}
+    content: dict[str, Any] = {key: arrays[name] for key, name in names.items()}
+    np.savez(file, allow_pickle=False, names=np.array(json.dumps(names)), **content)
+
+
+def write_issue(finding: Finding, evidence: Evidence) -> str:
     """Write the report in Markdown, with all that is needed to see the fault."""
     differences = _compare(evidence)
     lines = [
@@ -73,14 +98,14 @@ def write_issue(finding: "Finding", evidence: "Evidence") -> str:
     return "\n".join(lines) + "\n"
 
 
-def _write_title(finding: "Finding", differences: "Sequence[_Difference]") -> str:
+def _write_title(finding: Finding, differences: "Sequence[_Difference]") -> str:
     nodes = [node if finding.guilty != "engine" else node.split()[0] for node in finding.nodes]
     of = f" of {name_some(nodes, _OPERATORS)}" if nodes else ""
     by = f" with {finding.option.value}" if finding.option and _is_optimizer(finding) else ""
     return f"{finding.software or finding.guilty}: wrong result{of}{by}{_name_symptom(finding, differences)}"
 
 
-def _name_symptom(finding: "Finding", differences: "Sequence[_Difference]") -> str:
+def _name_symptom(finding: Finding, differences: "Sequence[_Difference]") -> str:
     if not differences:
         return ""
     if finding.ties:
@@ -93,11 +118,11 @@ def _name_symptom(finding: "Finding", differences: "Sequence[_Difference]") -> s
     return f", off by up to {format_share(worst.error / worst.span, 3)} of its range"
 
 
-def _is_optimizer(finding: "Finding") -> bool:
+def _is_optimizer(finding: Finding) -> bool:
     return finding.option is not None and finding.option.field.endswith("disabled_optimizers")
 
 
-def _describe(finding: "Finding", differences: "Sequence[_Difference]") -> Iterator[str]:
+def _describe(finding: Finding, differences: "Sequence[_Difference]") -> Iterator[str]:
     software = finding.software or f"the stage {finding.guilty}"
     part = f" of the {count_words(len(finding.nodes), 'node')} below" if finding.nodes else ""
     whole = f" They are a part of a model of {finding.whole} nodes." if finding.whole and finding.nodes else ""
@@ -114,7 +139,7 @@ def _describe(finding: "Finding", differences: "Sequence[_Difference]") -> Itera
         yield f"The result is right with `{finding.workaround}` of enginesmith.\n"
 
 
-def _list_differences(finding: "Finding", evidence: "Evidence", differences: "Sequence[_Difference]") -> Iterator[str]:
+def _list_differences(finding: Finding, evidence: Evidence, differences: "Sequence[_Difference]") -> Iterator[str]:
     yield "## Expected and found\n"
     if evidence.found is None:
         yield f"There is no answer: {finding.reason}. Expected are:\n"
@@ -154,7 +179,7 @@ def _summarize(each: _Difference) -> str:
     return ", ".join(parts)
 
 
-def _list_inputs(finding: "Finding", feeds: Feeds) -> Iterator[str]:
+def _list_inputs(finding: Finding, feeds: Feeds) -> Iterator[str]:
     yield "## Inputs\n"
     yield from (f"- {_describe_array(name, value)}" for name, value in list(feeds.items())[:_INPUTS])
     if len(feeds) > _INPUTS:
@@ -172,7 +197,7 @@ def _list_inputs(finding: "Finding", feeds: Feeds) -> Iterator[str]:
             yield f"With other numbers in the same shapes, the result is {outcome}: {', '.join(kinds)}.\n"
 
 
-def _explain_files(evidence: "Evidence") -> Iterator[str]:
+def _explain_files(evidence: Evidence) -> Iterator[str]:
     yield "## To reproduce\n"
     if not evidence.program:
         files = "`model.onnx`, `inputs.npz` and" if evidence.model is not None else "`inputs.npz` and"
@@ -207,7 +232,7 @@ def _write_graph(model: "onnx.ModelProto") -> Iterator[str]:
 # Arrays
 
 
-def _compare(evidence: "Evidence") -> list[_Difference]:
+def _compare(evidence: Evidence) -> list[_Difference]:
     """Compare the outputs that differ."""
     found = evidence.found or {}
     differences = []

@@ -14,8 +14,9 @@ from enginesmith.pipeline.engines.base import Engine
 from enginesmith.pipeline.errors import EnginesmithError, ModelError
 from enginesmith.pipeline.frameworks.onnx import model_file, reference
 from enginesmith.pipeline.measure.prosecution import reduction
-from enginesmith.pipeline.measure.prosecution.evidence import Evidence, write_evidence
+from enginesmith.pipeline.measure.prosecution.evidence import Evidence
 from enginesmith.pipeline.measure.prosecution.finding import Finding
+from enginesmith.pipeline.measure.prosecution.issue import write_evidence
 from enginesmith.pipeline.measure.prosecution.judging import find_tolerance
 from enginesmith.pipeline.measure.prosecution.mending import find_option
 from enginesmith.pipeline.measure.prosecution.search import ALONE, GRAPH, MODEL, Disagreement
