@@ -22,7 +22,7 @@ from noise import load
 
 from enginesmith.pipeline.measure.statistics import Interval
 from enginesmith.pipeline.results.gate import DEFAULT_SECONDS, stored_in
-from enginesmith.pipeline.results.remeasure import Limits, remeasure
+from enginesmith.pipeline.results.remeasure import remeasure
 
 RESULTS = Path(__file__).parent / "results"
 WIDTHS = (4, 8, 16)
@@ -79,7 +79,9 @@ def ratio(before: Path, after: Path, seconds: float) -> Interval:
     sides = [stored_in(folder, "onnxruntime-fp32") for folder in (before, after)]
     assert sides[0] is not None
     assert sides[1] is not None
-    return remeasure(sides[0], sides[1], 1, Limits(seconds, lambda found: False, lambda text: None)).ratio
+    return remeasure(
+        sides[0], sides[1], 1, seconds=seconds, decided=lambda found: False, progress=lambda text: None
+    ).ratio
 
 
 def calibrated(work: Path, baseline: Path, repeats: int, seconds: float) -> tuple[Path, dict[str, Any]]:

@@ -59,6 +59,12 @@ class Artifact(BaseModel, frozen=True):
         """Folder of the artifact's files."""
         return self.path.parent
 
+    @property
+    def ends(self) -> Signature:
+        """Inputs and outputs of a model that was loaded or made here, which has them."""
+        assert self.signature is not None
+        return self.signature
+
 
 class Effect(BaseModel, frozen=True):
     """Outcome of a step: the main file it wrote, the signature it leaves, and one factual sentence."""

@@ -35,7 +35,7 @@ from enginesmith.pipeline.passes.quantize.precisions import KINDS
 from enginesmith.pipeline.planning.plan import LOAD, REFERENCE, Plan, StepRef, Variant
 from enginesmith.pipeline.planning.single_stages import EXPORT
 from enginesmith.pipeline.recipe import Recipe
-from enginesmith.pipeline.results.explain import Circumstances, explain_gain, narrowest_type
+from enginesmith.pipeline.results.explain import explain_gain, narrowest_type
 from enginesmith.pipeline.results.run import (
     Assignment,
     BuildRecord,
@@ -432,7 +432,7 @@ def assemble(header: Header, recipe: Recipe, plan: Plan, outcomes: Outcomes, art
     variants = []
     for record, variant in zip(judged, plan.variants, strict=True):
         cautions = record.build.cautions if record.build else ()
-        gain = explain_gain(record, judged, Circumstances(batch, variant.device, environment))
+        gain = explain_gain(record, judged, batch, variant.device, environment)
         variants.append(record.model_copy(update={"remarks": (*cautions, *gain)}))
     by_id = {record.id: record for record in (baseline, *variants)}
     variants = [judge_compression(record, by_id, recipe.budgets, batch) for record in variants]

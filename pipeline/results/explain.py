@@ -91,27 +91,19 @@ def _explain_engine(record: VariantRecord, low: str, where: Device) -> Iterator[
         yield f"{title(record.engine)} has {kernels} {half} kernels on the CPU: it computes in fp32 between casts"
 
 
-@dataclass(frozen=True)
-class Circumstances:
-    """Facts that remarks need besides the records."""
-
-    batch: int
-    """The batch size that decides."""
-    where: Device
-    environment: Mapping[str, Any]
-
-
-def explain_gain(record: VariantRecord, siblings: Sequence[VariantRecord], given: Circumstances) -> tuple[str, ...]:
+def explain_gain(
+    record: VariantRecord, siblings: Sequence[VariantRecord], batch: int, where: Device, environment: Mapping[str, Any]
+) -> tuple[str, ...]:
     """Say whether a low precision is faster than the best float variant of the same engine, with the evidence."""
-    low, mine = narrowest_type(record.precision), record.row(given.batch)
+    low, mine = narrowest_type(record.precision), record.row(batch)
     if low is None or mine is None or record.status != "measured":
         return ()
-    best = _best_float(record, siblings, given.batch)
-    if best is None or (theirs := best.row(given.batch)) is None:
+    best = _best_float(record, siblings, batch)
+    if best is None or (theirs := best.row(batch)) is None:
         return ()
-    evidence = list(_evidence(record, low, given))
+    evidence = list(_evidence(record, low, where, environment))
     ratio = divide(mine.speedup, theirs.speedup) if mine.speedup and theirs.speedup else None
-    against = f"{best.id} at batch {given.batch}"
+    against = f"{best.id} at batch {batch}"
     if ratio is None:
         return (f"too few rounds to tell whether {low} pays against {against}",)
     if ratio.too_noisy or mine.speedup_disturbed or theirs.speedup_disturbed:
@@ -142,7 +134,7 @@ def _best_float(record: VariantRecord, siblings: Sequence[VariantRecord], batch:
     return min(others)[2] if others else None
 
 
-def _evidence(record: VariantRecord, low: str, given: Circumstances) -> Iterator[str]:
+def _evidence(record: VariantRecord, low: str, where: Device, environment: Mapping[str, Any]) -> Iterator[str]:
     """List the evidence for or against the low precision: coverage, operators that change types and layouts, units."""
     coverage, graph_coverage = record.engine_coverage or record.coverage, record.coverage
     if coverage is not None:
@@ -163,8 +155,8 @@ def _evidence(record: VariantRecord, low: str, given: Circumstances) -> Iterator
                 "one part of the graph" if coverage.islands == 1 else f"{coverage.islands} separate parts of the graph"
             )
             yield f"{low} runs in {parts}, with {', '.join(filter(None, extra))}"
-    yield from _explain_engine(record, low, given.where)
-    if support := describe_hardware(low, given.where, given.environment):
+    yield from _explain_engine(record, low, where)
+    if support := describe_hardware(low, where, environment):
         yield support
 
 

@@ -32,7 +32,7 @@ from enginesmith.pipeline.results.comparison import (
 from enginesmith.pipeline.results.earlier_fleet import Earlier
 from enginesmith.pipeline.results.fleet import RUNS
 from enginesmith.pipeline.results.gate_report import CheckState, Gate, GateCheck
-from enginesmith.pipeline.results.remeasure import Limits, Stored
+from enginesmith.pipeline.results.remeasure import Stored
 from enginesmith.pipeline.results.run import Run, VariantRecord
 from enginesmith.pipeline.results.verdicts import explain_failure, judge_budgets, why_ineligible
 from enginesmith.pipeline.units import format_bytes, format_metric, ms
@@ -304,9 +304,11 @@ def _measure_latency(before: Stored, after: Stored, demands: Demands) -> GateChe
     def decided(ratio: Interval) -> bool:
         return ratio.high < 1 + demands.tolerance or ratio.low > 1 + demands.tolerance
 
-    limits = Limits(demands.seconds, decided, demands.progress, demands.trust)
-    result = remeasure.remeasure(before, after, after.run.deciding_batch, limits)
-    basis = f"measured side by side now, {result.launches} launches of each at batch {result.batch}"
+    batch, trust = after.run.deciding_batch, demands.trust
+    result = remeasure.remeasure(
+        before, after, batch, seconds=demands.seconds, decided=decided, progress=demands.progress, trust=trust
+    )
+    basis = f"measured side by side now, {result.launches} launches of each at batch {batch}"
     return _judge_ratio(result.ratio, result.before_ms, result.after_ms, demands.tolerance, basis)
 
 

@@ -61,20 +61,7 @@ class Remeasurement(BaseModel, frozen=True):
     ratio: Interval
     before_ms: float
     after_ms: float
-    batch: int
-    iterations: int
     launches: int
-
-
-@dataclass(frozen=True)
-class Limits:
-    """The time for measuring, and a test whether a ratio is clear enough to stop."""
-
-    seconds: float
-    decided: Callable[[Interval], bool]
-    progress: Callable[[str], None]
-    trust: bool = False
-    """True where machine code in the engines is loaded, too."""
 
 
 def needs_trust(record: VariantRecord) -> bool:
@@ -120,14 +107,25 @@ def same(before: Stored, after: Stored) -> bool:
     )
 
 
-def remeasure(before: Stored, after: Stored, batch: int, limits: Limits) -> Remeasurement:
-    """Measure both in turns until the ratio of their times is clear, or time is over.
+def remeasure(
+    before: Stored,
+    after: Stored,
+    batch: int,
+    *,
+    seconds: float,
+    decided: Callable[[Interval], bool],
+    progress: Callable[[str], None],
+    trust: bool = False,
+) -> Remeasurement:
+    """Measure both in turns until the ratio of their times is ``decided``, or time is over.
+
+    ``trust`` loads machine code in the engines, too.
 
     Raises:
         EnginesmithError: one of them cannot be loaded or run here.
     """
-    candidates = [candidate(_BEFORE, before, trust=limits.trust), candidate(_AFTER, after, trust=limits.trust)]
-    each = limits.seconds / MOST_ITERATIONS
+    candidates = [candidate(_BEFORE, before, trust=trust), candidate(_AFTER, after, trust=trust)]
+    each = seconds / MOST_ITERATIONS
     settings = LatencySettings(
         precision=_UNENDING,
         time_limit_seconds=each,
@@ -139,7 +137,7 @@ def remeasure(before: Stored, after: Stored, batch: int, limits: Limits) -> Reme
     feeds, iteration = {batch: _feeds(after, batch)}, 0
     launches: dict[str, list[list[Timed]]] = {_BEFORE: [], _AFTER: []}
     device = candidates[1].device
-    lock = lock_gpu(device.index, LONGEST_SECONDS, limits.progress) if device.kind == "cuda" else nullcontext()
+    lock = lock_gpu(device.index, LONGEST_SECONDS, progress) if device.kind == "cuda" else nullcontext()
     with tempfile.TemporaryDirectory() as logs, lock:
         while True:
             iteration += 1
@@ -153,19 +151,12 @@ def remeasure(before: Stored, after: Stored, batch: int, limits: Limits) -> Reme
                 launches[name] += launches_of(result.samples, name, batch)
             ratio = paired_ratio(launches[_AFTER], launches[_BEFORE], settings.seed)
             times = f"{ratio.median:.3f} times the baseline's [{ratio.low:.3f}, {ratio.high:.3f}]"
-            limits.progress(f"iteration {iteration}: {TOO_NOISY if ratio.too_noisy else times}")
+            progress(f"iteration {iteration}: {TOO_NOISY if ratio.too_noisy else times}")
             enough = len(launches[_BEFORE]) >= LEAST_LAUNCHES
-            if iteration == MOST_ITERATIONS or (enough and limits.decided(ratio)):
+            if iteration == MOST_ITERATIONS or (enough and decided(ratio)):
                 break
     before_ms, after_ms = (seconds * 1e3 for seconds in paired_medians(launches[_BEFORE], launches[_AFTER]))
-    return Remeasurement(
-        ratio=ratio,
-        before_ms=before_ms,
-        after_ms=after_ms,
-        batch=batch,
-        iterations=iteration,
-        launches=len(launches[_BEFORE]),
-    )
+    return Remeasurement(ratio=ratio, before_ms=before_ms, after_ms=after_ms, launches=len(launches[_BEFORE]))
 
 
 def candidate(name: str, stored: Stored, *, trust: bool = False) -> Candidate:

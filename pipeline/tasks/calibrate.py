@@ -96,13 +96,12 @@ class Feeder(BaseModel, frozen=True, extra="forbid"):
         Raises:
             DataError: the data cannot be used.
         """
-        assert model.signature is not None
         files: tuple[Path, ...] = ()
         if self.data is None:
-            data, batch = self._sample(self._like_reference(model.signature, reference), model.signature, reference)
+            data, batch = self._sample(self._like_reference(model.ends, reference), model.ends, reference)
         else:
-            given, files = open_data(self.data, model.signature.inputs, "calibration", self.options)
-            data, batch = self._sample(given, model.signature, reference)
+            given, files = open_data(self.data, model.ends.inputs, "calibration", self.options)
+            data, batch = self._sample(given, model.ends, reference)
             data = validate_for_calibration(data)
         return Feeding(data, data.provenance(self.seed, batch)), files
 

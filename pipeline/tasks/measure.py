@@ -209,8 +209,7 @@ def measure_beside(
 
 def _make_larger_feeds(reference: Artifact, model: Artifact) -> FeedsAt | None:
     """Make feeds of any batch size of those of the largest measured one; None where the batch is fixed."""
-    assert model.signature is not None
-    signature, symbol = model.signature, samples.batch_symbol(model.signature)
+    signature, symbol = model.ends, samples.batch_symbol(model.ends)
     if symbol is None:
         return None
     cases = enumerate(samples.read(reference.folder).cases)

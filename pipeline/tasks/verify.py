@@ -107,8 +107,7 @@ class Sample(Task):
 
     def run(self, inputs: Inputs, out: Path, progress: Progress) -> Effect:
         model = inputs["model"]
-        assert model.signature is not None
-        signature = model.signature
+        signature = model.ends
         _check_ends(signature)
         data, read = self._open(signature)
         class_names = read_class_names(inputs)

@@ -8,7 +8,7 @@ from enginesmith.pipeline.frameworks.records import Coverage
 from enginesmith.pipeline.measure.rows import LatencyRow
 from enginesmith.pipeline.measure.statistics import Interval
 from enginesmith.pipeline.results import explain
-from enginesmith.pipeline.results.explain import Circumstances, explain_gain, narrowest_type
+from enginesmith.pipeline.results.explain import explain_gain, narrowest_type
 from enginesmith.pipeline.results.run import Assignment, BuildRecord, VariantRecord
 from enginesmith.pipeline.results.verdicts import judge_precision
 from enginesmith.pipeline.system.device import Device
@@ -127,8 +127,8 @@ def test_a_failure_keeps_its_own_reason() -> None:
     assert judge_precision(given, CPU).reason == "it crashed"
 
 
-def given(where: Device = CPU, **environment: Any) -> Circumstances:
-    return Circumstances(1, where, {"vector_units": ["avx2"], **environment})
+def given(where: Device = CPU, **environment: Any) -> tuple[int, Device, dict[str, Any]]:
+    return 1, where, {"vector_units": ["avx2"], **environment}
 
 
 FLOAT = record("fp32", speedup=2.0)
@@ -136,7 +136,7 @@ FLOAT = record("fp32", speedup=2.0)
 
 def test_what_pays_is_said_with_the_factor() -> None:
     fast = record("int8", speedup=4.0, engine_coverage=coverage({"int8": 0.97, "fp32": 0.03}))
-    assert explain_gain(fast, [FLOAT, fast], given()) == (
+    assert explain_gain(fast, [FLOAT, fast], *given()) == (
         "int8 pays: 2.00× [1.97, 2.03] the speed of onnxruntime-fp32 at batch 1, "
         "with 97 % of the multiply-adds in int8",
     )
@@ -145,7 +145,7 @@ def test_what_pays_is_said_with_the_factor() -> None:
 def test_what_does_not_pay_is_said_with_the_evidence() -> None:
     ran = coverage({"int8": 0.6, "fp32": 0.4}, islands=12, conversions=30, casts=4, unfused=5, reorders=3)
     asked = coverage({"int8": 1.0}, reorders=2)
-    (said,) = explain_gain(record("int8", speedup=1.5, coverage=asked, engine_coverage=ran), [FLOAT], given())
+    (said,) = explain_gain(record("int8", speedup=1.5, coverage=asked, engine_coverage=ran), [FLOAT], *given())
     assert said.startswith("int8 does not pay: 0.75× [0.74, 0.76] the speed of onnxruntime-fp32 at batch 1; ")
     for evidence in (
         "60 % of the multiply-adds in int8",
@@ -158,16 +158,16 @@ def test_what_does_not_pay_is_said_with_the_evidence() -> None:
 
 
 def test_an_interval_around_one_claims_neither() -> None:
-    (said,) = explain_gain(record("int8", speedup=2.02, spread=0.05), [FLOAT], given())
+    (said,) = explain_gain(record("int8", speedup=2.02, spread=0.05), [FLOAT], *given())
     assert said.startswith("int8 is not measurably faster: 1.01× [0.96, 1.06]")
-    (said,) = explain_gain(record("int8", speedup=1.98, spread=0.05), [FLOAT], given())
+    (said,) = explain_gain(record("int8", speedup=1.98, spread=0.05), [FLOAT], *given())
     assert said.startswith("int8 is not measurably faster: 0.99× [0.94, 1.04]")
     few = record("int8", speedup=3.0)
     few = few.model_copy(update={"latency": (few.latency[0].model_copy(update={"speedup": None}),)})
     waited = LatencyRow(batch=1, p50_ms=5, speedup=Interval(median=2, low=2, high=2), speedup_disturbed=True)
-    (said,) = explain_gain(record("int8", latency=(waited,)), [FLOAT], given())
+    (said,) = explain_gain(record("int8", latency=(waited,)), [FLOAT], *given())
     assert said.endswith("is too noisy to tell"), "of calls that other programs disturbed"
-    assert explain_gain(few, [FLOAT], given()) == (
+    assert explain_gain(few, [FLOAT], *given()) == (
         "too few rounds to tell whether int8 pays against onnxruntime-fp32 at batch 1",
     )
 
@@ -176,15 +176,15 @@ def test_it_is_compared_with_the_best_float_variant_of_the_same_engine() -> None
     int8 = record("int8", speedup=3.0)
     half = record("fp16", speedup=2.5)
     others = [FLOAT, record("fp32", RTX, speedup=9.0), record("int8-dynamic", speedup=8.0)]
-    assert "of onnxruntime-fp16 at" in explain_gain(int8, [*others, half], given())[0]
+    assert "of onnxruntime-fp16 at" in explain_gain(int8, [*others, half], *given())[0]
     not_fp16 = half.model_copy(update={"shortfall": "it is fp32"})
-    assert "of onnxruntime-fp32 at" in explain_gain(int8, [*others, not_fp16], given())[0]
-    assert "of onnxruntime-fp32 at" in explain_gain(half, [*others, int8, half], given())[0]
+    assert "of onnxruntime-fp32 at" in explain_gain(int8, [*others, not_fp16], *given())[0]
+    assert "of onnxruntime-fp32 at" in explain_gain(half, [*others, int8, half], *given())[0]
     pruned = half.model_copy(update={"prune": "macs=-50%"})
-    assert "of onnxruntime-fp32 at" in explain_gain(int8, [*others, pruned], given())[0]
-    assert explain_gain(int8, [others[1]], given()) == ()
-    assert explain_gain(FLOAT, others, given()) == ()
-    assert explain_gain(int8.model_copy(update={"status": "failed"}), others, given()) == ()
+    assert "of onnxruntime-fp32 at" in explain_gain(int8, [*others, pruned], *given())[0]
+    assert explain_gain(int8, [others[1]], *given()) == ()
+    assert explain_gain(FLOAT, others, *given()) == ()
+    assert explain_gain(int8.model_copy(update={"status": "failed"}), others, *given()) == ()
 
 
 @pytest.mark.parametrize(

@@ -440,16 +440,16 @@ def test_machine_code_is_measured_again_only_where_its_makers_are_trusted(
 )
 def test_a_remeasurement_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ratio: Interval, passed: bool) -> None:
     before, run = write(tmp_path / "before", record()), write(tmp_path / "run", record("a", 3.0))
-    again = remeasure.Remeasurement(ratio=ratio, before_ms=1.0, after_ms=1.0, batch=1, iterations=1, launches=5)
+    again = remeasure.Remeasurement(ratio=ratio, before_ms=1.0, after_ms=1.0, launches=5)
     monkeypatch.setattr(remeasure, "why_not", lambda *sides, **rules: "")
-    monkeypatch.setattr(remeasure, "remeasure", lambda *sides: again)
+    monkeypatch.setattr(remeasure, "remeasure", lambda *sides, **limits: again)
     found = gate.gate(run, Demands(budgets=Budgets()), baseline=before)
     assert judged(found)["latency_ms"] is passed
     assert "measured side by side now, 5 launches" in found.verdicts[0].text
 
 
 def test_an_engine_that_cannot_run_leaves_what_was_stored(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse(*sides: object) -> None:
+    def refuse(*sides: object, **limits: object) -> None:
         raise ModelError("it was built for another processor")
 
     before, run = write(tmp_path / "before", record()), write(tmp_path / "run", record("a", 3.0))

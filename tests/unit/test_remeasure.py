@@ -7,6 +7,7 @@ import pytest
 
 from enginesmith.pipeline.measure.latency.rows import LatencyResult, launches_of
 from enginesmith.pipeline.measure.rows import LatencyRow
+from enginesmith.pipeline.measure.statistics import Interval
 from enginesmith.pipeline.results import remeasure
 from enginesmith.pipeline.results import run as documents
 from gates import record, write
@@ -47,8 +48,11 @@ def test_measured_until_clear(
     stored = remeasure.Stored(tmp_path, run, run.variants[0])
     monkeypatch.setattr(remeasure, "measure_latency", measured)
     monkeypatch.setattr(remeasure, "_feeds", lambda *_: {})
-    limits = remeasure.Limits(1.0, lambda ratio: ratio.high < 1.05 or ratio.low > 1.05, lambda text: None)
-    found = remeasure.remeasure(stored, stored, 1, limits)
-    assert (found.iterations, found.launches) == (looks, 5 * looks)
+
+    def decided(ratio: Interval) -> bool:
+        return ratio.high < 1.05 or ratio.low > 1.05
+
+    found = remeasure.remeasure(stored, stored, 1, seconds=1.0, decided=decided, progress=lambda text: None)
+    assert found.launches == 5 * looks
     assert found.ratio.median == pytest.approx(ratios[0], rel=0.05)
     assert (found.before_ms, found.after_ms) == pytest.approx((1.0, ratios[0]), rel=0.05)

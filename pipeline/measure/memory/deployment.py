@@ -42,31 +42,13 @@ class _Serving:
     shares_system_memory: bool
 
 
-@dataclass(frozen=True)
-class Deployment:
-    """Record what a deployment takes of the device."""
-
-    bytes: int | None
-    source: str
-    note: str
-    """Meaning of the number; reason why there is none, where ``bytes`` is None."""
-    device_bytes: int | None = None
-    """All memory of the device."""
-
-    def summarize(self) -> dict[str, Any]:
-        """Compute fields of a :class:`MemoryRow`; the reasons are in ``reasons``, the source is a lens."""
-        fields = {"deployment_bytes": self.bytes, "device_bytes": self.device_bytes, "deployments_per_device": None}
-        if self.bytes is None:
-            return {**fields, "reasons": {name: self.note for name, size in fields.items() if size is None}}
-        lens = Lens(bytes=self.bytes, source=self.source, note=self.note)
-        count = (self.device_bytes or 0) // self.bytes
-        return {**fields, "deployments_per_device": count, "lenses": {"deployed": lens}, "reasons": {}}
-
-
 def measure_deployment(
     candidate: Candidate, feeds: Feeds, log_folder: Path, time_limit_seconds: float, memory_limit_bytes: int | None
-) -> Deployment:
-    """Load a candidate in a fresh process, call it, and measure what the process takes of its device."""
+) -> dict[str, Any]:
+    """Load a candidate in a fresh process, call it, and measure what the process takes of its device.
+
+    Returns fields of a :class:`MemoryRow`: reasons are in ``reasons``, the source is a lens.
+    """
     log = log_folder / f"deployment-{candidate.id}.log"
     try:
         with Worker(_serve_candidate, candidate, memory_limit_bytes, log=log) as worker:
@@ -77,12 +59,22 @@ def measure_deployment(
                 source, note = "cudaMemGetInfo of another process", f"{_WHAT}; {serving.how}"
                 size = _measure_what_ends_with(worker, candidate.device, log_folder / "observer.log")
     except EnginesmithError as error:
-        return Deployment(None, "", f"a process that loads it as in production failed: {error}")
+        return _explain_unknown(f"a process that loads it as in production failed: {error}", None)
     if serving.shares_system_memory:
         note += "; the GPU shares the memory of the system, so this includes what the process has there"
     if size <= 0:
-        return Deployment(None, "", f"{serving.how}, and the use of the device did not change", serving.device_bytes)
-    return Deployment(size, source, note, serving.device_bytes)
+        return _explain_unknown(f"{serving.how}, and the use of the device did not change", serving.device_bytes)
+    return {
+        "deployment_bytes": size,
+        "device_bytes": serving.device_bytes,
+        "deployments_per_device": serving.device_bytes // size,
+        "lenses": {"deployed": Lens(bytes=size, source=source, note=note)},
+    }
+
+
+def _explain_unknown(reason: str, device_bytes: int | None) -> dict[str, Any]:
+    fields = {"deployment_bytes": None, "device_bytes": device_bytes, "deployments_per_device": None}
+    return {**fields, "reasons": {name: reason for name, size in fields.items() if size is None}}
 
 
 def _serve_candidate(connection: Connection, candidate: Candidate, memory_limit_bytes: int | None) -> None:

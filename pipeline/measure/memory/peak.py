@@ -66,7 +66,7 @@ def measure_memory(
             return MemoryRow(**row, **phases.summarize(), reasons=unknown)
         if isinstance(phases, CudaPhases):
             figures = phases.summarize()
-            taken = measure_deployment(candidate, feeds, log_folder, time_limit_seconds, memory_limit_bytes).summarize()
+            taken = measure_deployment(candidate, feeds, log_folder, time_limit_seconds, memory_limit_bytes)
             both = {name: taken.pop(name, {}) | figures.pop(name) for name in ("lenses", "reasons")}
             return MemoryRow(**row, **figures, **taken, **both)
         row, reason = {**row, "failure": phases.message, "oom": phases}, phases.message
