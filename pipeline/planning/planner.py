@@ -208,23 +208,20 @@ def load_task(recipe: Recipe, source: Source) -> Task:
         seed=recipe.seed,
         allow_pickle=recipe.allow_pickle,
         processing=recipe.processing,
-        **(_choose_example_data(recipe, source) or _choose_example_sizes(recipe, source)),
+        **_choose_example(recipe, source),
     )
 
 
-def _choose_example_data(recipe: Recipe, source: Source) -> dict[str, Any]:
-    """Choose the data that an example is taken from: for sources that bring none, where it is what the model takes."""
+def _choose_example(recipe: Recipe, source: Source) -> dict[str, Any]:
+    """Choose the data that an example is taken from, for sources that bring none, else the sizes that it is drawn with.
+
+    Data serve where they are what the model takes.
+    """
     data = recipe.choice_data or recipe.calibration_data
     brings_none = source.form == "hf" or bool(recipe.inputs)
-    if data is None or not brings_none or source.form == "saved" or recipe.prepend:
-        return {}
-    return {"data": data, "data_options": recipe.reading_options}
-
-
-def _choose_example_sizes(recipe: Recipe, source: Source) -> dict[str, Any]:
-    """Choose the sizes of an example that may be drawn."""
-    sizes = _list_usual_sizes(recipe) if source.form in _MAY_LACK_EXAMPLE else {}
-    return {"sizes": sizes} if sizes else {}
+    if data is not None and brings_none and source.form != "saved" and not recipe.prepend:
+        return {"data": data, "data_options": recipe.reading_options}
+    return {"sizes": _list_usual_sizes(recipe)} if source.form in _MAY_LACK_EXAMPLE else {}
 
 
 def _list_usual_sizes(recipe: Recipe) -> dict[str, int]:

@@ -8,7 +8,7 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
-from pydantic import BaseModel, Field, ValidationError, field_validator
+from pydantic import BaseModel, Field, ValidationError, ValidationInfo, field_validator, model_validator
 
 from enginesmith.pipeline import recipe as recipes
 from enginesmith.pipeline.errors import EnginesmithError, SourceError, UsageError
@@ -150,7 +150,18 @@ _UNKNOWN = ("extra_forbidden", "invalid_key")
 """Pydantic's words for a key that does not belong there."""
 
 
-class Target(Part):
+class _GivenPart(Part):
+    """A part of a fleet file, in which a field that is left empty is not given."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _drop_empty(cls, values: Any) -> Any:
+        return (
+            {name: value for name, value in values.items() if value is not None} if isinstance(values, dict) else values
+        )
+
+
+class Target(_GivenPart):
     """A kind of machine that engines are made for."""
 
     device: str | None = Field(None, description="cpu, cuda or cuda:1, as in a recipe")
@@ -166,7 +177,7 @@ class Target(Part):
         return value
 
 
-class Model(Part):
+class Model(_GivenPart):
     """A model of the fleet."""
 
     model: str = Field("", description="MODEL, as on the command line; the name that it has in the fleet without it")
@@ -186,7 +197,7 @@ class Entry:
     place: Place
 
 
-class Fleet(Part):
+class Fleet(_GivenPart):
     """The whole file."""
 
     recipe: dict[str, Any] = Field({}, description="fields of the recipe that all entries share")
@@ -196,6 +207,18 @@ class Fleet(Part):
         {}, description="by model@target, fields of the recipe that are others for this pair alone"
     )
     skip: tuple[str, ...] = Field((), description="pairs to leave out, or patterns: detector@edge, *@edge")
+
+    @field_validator("models", "targets", "overrides", mode="before")
+    @classmethod
+    def _name_parts(cls, value: Any, given: ValidationInfo) -> Any:
+        """Turn a list of names into a mapping; a name alone has no fields."""
+        where = str(given.field_name)
+        if isinstance(value, list) and where != "overrides" and all(isinstance(name, str) for name in value):
+            validate_unique(where, value)
+            value = dict.fromkeys(value)
+        if not isinstance(value, dict):
+            return value
+        return {name: {} if part is None else part for name, part in value.items()}
 
     @property
     def pairs(self) -> tuple[Pair, ...]:
@@ -276,7 +299,7 @@ def make(values: dict[str, Any]) -> Fleet:
         UsageError: a key or a value that does not belong there, in recipes, too.
     """
     try:
-        fleet = Fleet.model_validate(_plain(values))
+        fleet = Fleet.model_validate(values)
     except ValidationError as error:
         raise _explain_error(error) from error
     layers = {"recipe": fleet.recipe} | {f"targets.{name}.recipe": part.recipe for name, part in fleet.targets.items()}
@@ -294,27 +317,6 @@ def make(values: dict[str, Any]) -> Fleet:
         _validate_device(f"targets.{name}", target)
     _ = fleet.pairs  # raises its own messages
     return fleet
-
-
-def _plain(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Turn a list of models' names into a mapping, and leave out whatever is empty."""
-    given = {name: value for name, value in values.items() if value is not None}
-    for part in ("models", "targets", "overrides"):
-        inner = given.get(part)
-        if isinstance(inner, list) and part != "overrides" and all(isinstance(item, str) for item in inner):
-            validate_unique(part, inner)
-            inner = dict.fromkeys(inner)
-        if isinstance(inner, dict):
-            given[part] = {name: {} if value is None else value for name, value in inner.items()}
-    for part in ("models", "targets"):
-        if isinstance(inner := given.get(part), dict):
-            given[part] = {
-                name: {key: field for key, field in value.items() if field is not None}
-                if isinstance(value, dict)
-                else value
-                for name, value in inner.items()
-            }
-    return given
 
 
 def _validate_device(where: str, target: Target) -> None:
@@ -342,11 +344,7 @@ def _explain_error(error: ValidationError) -> UsageError:
     place = [str(key) for key in first["loc"]]
     if first["type"] in _UNKNOWN:
         parts: dict[str, type[BaseModel]] = {"models": Model, "targets": Target}
-        part = parts.get(place[0], Fleet) if place[1:] else Fleet
-        where = f" in {'.'.join(place[:-1])}" if place[1:] else ""
-        near = difflib.get_close_matches(place[-1], part.model_fields, n=1)
-        message = f"the fleet file has no field {place[-1]!r}{where}" + (f"; did you mean {near[0]}?" if near else "")
-        return UsageError(message, f"the fields are {', '.join(part.model_fields)}")
+        return recipes.unknown_field("fleet file", parts.get(place[0], Fleet) if place[1:] else Fleet, place)
     if first["type"] in ("missing", "too_short"):
         return UsageError(f"the fleet file has no {place[-1]}", _SEE)
     if place[-1] == "[key]":

@@ -106,7 +106,7 @@ def _fill_batches(values: dict[str, Any]) -> dict[str, Any]:
 def _explain_error(error: ValidationError, values: Mapping[str, Any], options: Mapping[str, Any]) -> UsageError:
     first = error.errors()[0]
     if first["type"] == "extra_forbidden":
-        return _unknown_field(Recipe, first["loc"])
+        return unknown_field("recipe", _find_part(Recipe, first["loc"][:-1]), first["loc"])
     place = tuple(part for part in map(str, first["loc"]) if part.isalnum() or part.isidentifier())
     name, given = _name_place(place, options), value_at(values, place)
     given = first["input"] if given is None or isinstance(given, Mapping | list) else given
@@ -141,15 +141,18 @@ def plain_words(message: str) -> str:
     return _IN_PYTHON_WORDS.sub(lambda match: _YAML_WORDS[match[0][:5]], message)
 
 
-def _unknown_field(part: type[BaseModel], place: Sequence[str | int]) -> UsageError:
-    *above, name = (str(key) for key in place)
-    for step in above:
-        inner = part.model_fields[step].annotation
-        assert isinstance(inner, type)
-        part = inner
+def _find_part(part: Any, place: Sequence[str | int]) -> type[BaseModel]:
+    for step in place:
+        part = part.model_fields[step].annotation
+    return part  # type: ignore[no-any-return]
+
+
+def unknown_field(document: str, part: type[BaseModel], place: Sequence[str | int]) -> UsageError:
+    """Make the error for a field that a part of a document does not have, with a similar one."""
+    *above, name = map(str, place)
     near = difflib.get_close_matches(name, part.model_fields, n=1)
     return UsageError(
-        f"the recipe has no field {name!r}"
+        f"the {document} has no field {name!r}"
         + (f" in {'.'.join(above)}" if above else "")
         + (f"; did you mean {near[0]}?" if near else ""),
         f"the fields are {', '.join(part.model_fields)}",
@@ -193,12 +196,12 @@ def _check_passes(recipe: Recipe) -> None:
 
 def _check_quantizers(recipe: Recipe) -> None:
     """Refuse makers of int8 graphs where there are none, and NNCF where nothing takes its graphs or reads options."""
-    if "qat" in recipe.quantization.quantizers and "int8" not in recipe.precisions:
-        raise UsageError("--quantizer qat has no effect without --precision int8", "add --precision int8, or omit it")
+    for name in ("qat", "nncf"):
+        if name in recipe.quantization.quantizers and "int8" not in recipe.precisions:
+            message = f"--quantizer {name} has no effect without --precision int8"
+            raise UsageError(message, "add --precision int8, or omit it")
     if "nncf" not in recipe.quantization.quantizers:
         return
-    if "int8" not in recipe.precisions:
-        raise UsageError("--quantizer nncf has no effect without --precision int8", "add --precision int8, or omit it")
     if not any("nncf" in engine_class(name).quantizers for name in recipe.engines):
         able = [name for name in ENGINES if "nncf" in engine_class(name).quantizers]
         raise UsageError(

@@ -5,7 +5,7 @@ import importlib.util
 import shlex
 import tempfile
 import zipfile
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -93,7 +93,7 @@ def _onnx(file: Path) -> Facts:
         except SignatureError as error:  # ends that nothing can be fed to, or compared with
             declared = model_file.read(graph).graph
             given = {"inputs": model_file.list_inputs(declared), "outputs": declared.output}
-            ends = {side: _describe_ends(values) for side, values in given.items()}
+            ends = {side: [f"{each.name}:{_describe_type(each.type)}" for each in given[side]] for side in given}
             precision = {"not known": f"{error.message}; optimize does not take the model as it is"}
         return {
             "kind": "ONNX model",
@@ -103,11 +103,6 @@ def _onnx(file: Path) -> Facts:
             "precision": precision,
             "sparsity": _sparsity(graph),
         }
-
-
-def _describe_ends(values: "Iterable[onnx.ValueInfoProto]") -> list[str]:
-    """Write inputs or outputs of any type as a file declares them: ``x:sequence(float32:N,3)``."""
-    return [f"{value.name}:{_describe_type(value.type)}" for value in values]
 
 
 def _describe_type(kind: "onnx.TypeProto") -> str:
@@ -367,7 +362,16 @@ def examine() -> Diagnosis:
     """Look at everything. Takes some seconds, most of them for importing torch."""
     broken = _find_broken_packages()
     compared = [
-        *(_describe_broken(package, fault) for package, fault in broken.items()),
+        *(
+            check(
+                f"package {name}",
+                fault.message.removeprefix(f"{name} "),
+                "a package that can be imported",
+                False,
+                fault.remedy,
+            )
+            for name, fault in broken.items()
+        ),
         *check_software(find_stack(broken), None if "onnx" in broken else _exported_formats()),
     ]
     reinstalls = {fault.remedy for fault in broken.values()}  # said once for each package, and not for each engine
@@ -393,11 +397,6 @@ def examine() -> Diagnosis:
         fixes=(*(f"{check.name}: {check.fix}" for check in compared if check.ok is False), *missing),
         store=default_address().text,
     )
-
-
-def _describe_broken(package: str, fault: MissingCapability) -> Check:
-    reason = fault.message.removeprefix(f"{package} ")
-    return check(f"package {package}", reason, "a package that can be imported", False, fault.remedy)
 
 
 def _exported_formats() -> Formats:

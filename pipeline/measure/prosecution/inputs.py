@@ -6,7 +6,7 @@ take turns, the one that shows most faults first, so that a search of a few inpu
 
 import functools
 import itertools
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -127,7 +127,7 @@ def make_feeds(space: InputSpace, sizes: Mapping[str, int], rng: np.random.Gener
     feeds = dict(given)
     if leads:
         each = [rows_first(feeds, space.signature.inputs) for feeds in space.sources]
-        pool = [feeds for feeds in each if _same_row_shapes(feeds, given, leads)]
+        pool = [feeds for feeds in each if all(feeds[name].shape[1:] == given[name].shape[1:] for name in leads)]
         joined = {name: np.concatenate([feeds[name] for feeds in pool]) for name in leads}
         count = min(len(value) for value in joined.values())
         order = np.concatenate([rng.permutation(count) for _ in range(-(-rows // count))])[:rows]
@@ -138,10 +138,6 @@ def make_feeds(space: InputSpace, sizes: Mapping[str, int], rng: np.random.Gener
                 feeds[name][count:] += (step * rng.standard_normal(feeds[name][count:].shape)).astype(feeds[name].dtype)
             feeds[name] = np.moveaxis(feeds[name], 0, axis)
     return samples.resize(feeds, space.signature, sizes)
-
-
-def _same_row_shapes(feeds: Feeds, other: Feeds, names: Iterable[str]) -> bool:
-    return all(feeds[name].shape[1:] == other[name].shape[1:] for name in names)
 
 
 # Sizes

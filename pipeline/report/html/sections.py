@@ -77,7 +77,11 @@ def render_sensitivity(run: Run, drawings: Drawings) -> tuple[Block, ...]:
         if count := len(record.search):
             name = f"{mark_name(record)}: {count} trial{'s' if count > 1 else ''} of what stays in floating point"
             trials.append(Folded(name, (run_tables.tabulate_search(record, f"trials-{index}", name),)))
-    return (*(tuple(_losses(run)) or (Words(_explain_no_losses(run)),)), *trials)
+    having = [record for record in run.variants if record.assignment and list_losses(record)]
+    if not having:
+        return (Words(_explain_no_losses(run)), *trials)
+    chosen = min(having, key=lambda record: record.id != run.winner)
+    return (run_tables.tabulate_group_losses(chosen, "losses", _MOST_LOSSES), *trials)
 
 
 def _explain_no_losses(run: Run) -> str:
@@ -104,14 +108,6 @@ def render_precision(run: Run, drawings: Drawings) -> tuple[Block, ...]:
         *show_rows(make_table("paid", "Whether low precision pays", paid)),
         *show_rows(run_tables.tabulate_coverage(run)),
     )
-
-
-def _losses(run: Run) -> Iterator[Block]:
-    """List what loses much: in the winner, else in the first variant that has some."""
-    having = [record for record in run.variants if record.assignment and list_losses(record)]
-    having.sort(key=lambda record: record.id != run.winner)
-    for record in having[:1]:
-        yield from show_rows(run_tables.tabulate_group_losses(record, "losses", _MOST_LOSSES))
 
 
 def describe_calibration(run: Run) -> str:
