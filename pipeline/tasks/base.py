@@ -39,7 +39,7 @@ class Task(BaseModel, ABC, frozen=True, extra="forbid"):
     in_process: ClassVar[bool] = False
     """True where it takes next to nothing and leaves nothing behind, so that others may be done in its process."""
     other_tools: ClassVar[tuple[str, ...]] = ()
-    """Distributions whose versions decide what comes out, besides those of its engines."""
+    """Distributions whose versions decide what comes out, besides those of its fields."""
 
     time_share: float = Field(1.0, exclude=True)
     """Share that it may take of the time left when it begins; after that it counts as hanging. No part of the key."""
@@ -96,9 +96,14 @@ class Task(BaseModel, ABC, frozen=True, extra="forbid"):
 
     @property
     def tools(self) -> tuple[str, ...]:
-        """Distributions whose versions decide what comes out."""
-        engines = [getattr(self, "engine", None), *getattr(self, "engines", {}).values()]
-        return tuple(dict.fromkeys((*(tool for each in engines if each for tool in each.tools), *self.other_tools)))
+        """Distributions whose versions decide what comes out, with those of engines, passes and tasks in the fields."""
+        parts = list[Any]()
+        for name in type(self).model_fields:
+            value = getattr(self, name)
+            parts += value.values() if isinstance(value, dict) else value if isinstance(value, tuple) else [value]
+        return tuple(
+            dict.fromkeys((*(tool for part in parts for tool in getattr(part, "tools", ())), *self.other_tools))
+        )
 
     @property
     def environment_key(self) -> dict[str, Any]:
@@ -151,10 +156,13 @@ def execute(task: Task, inputs: Inputs, out: Path, progress: Progress, begun: Pa
     return Done(effect=effect, seconds=time.monotonic() - start, host_peak_bytes=peak)
 
 
-def write_records(out: Path, records: Sequence[BaseModel | Mapping[str, Any]]) -> None:
-    """Write the main file of a record."""
+def write_records(
+    out: Path, records: Sequence[BaseModel | Mapping[str, Any]], summary: str = "", **more: Any
+) -> Effect:
+    """Write the main file of a record; the effect has ``more`` fields beside the summary."""
     plain = [record.model_dump(mode="json") if isinstance(record, BaseModel) else record for record in records]
     (out / RECORDS).write_text(json.dumps(plain, indent=1) + "\n", encoding="utf-8")
+    return Effect(file=RECORDS, summary=summary, **more)
 
 
 def read_records(artifact: Artifact) -> list[dict[str, Any]]:

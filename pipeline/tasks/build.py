@@ -13,7 +13,7 @@ from enginesmith.pipeline.errors import BuildError, UsageError, WrongEngine
 from enginesmith.pipeline.passes.base import Pass, Progress
 from enginesmith.pipeline.passes.run import run_pass
 from enginesmith.pipeline.system.device import Device
-from enginesmith.pipeline.tasks.base import RECORDS, Inputs, Task, write_records
+from enginesmith.pipeline.tasks.base import Inputs, Task, write_records
 from enginesmith.pipeline.tasks.load import read_ranges
 from enginesmith.pipeline.tensors import ShapeRange
 from enginesmith.pipeline.units import format_bytes
@@ -45,10 +45,6 @@ class Transform(Task):
     produces: ClassVar[Kind] = "onnx"
 
     step: SerializeAsAny[Pass]
-
-    @property
-    def tools(self) -> tuple[str, ...]:
-        return self.step.tools
 
     def run(self, inputs: Inputs, out: Path, progress: Progress) -> Effect:
         records = {role: artifact for role, artifact in inputs.items() if role != "model"}
@@ -134,8 +130,7 @@ class BuildProbe(Build):
     def run(self, inputs: Inputs, out: Path, progress: Progress) -> Effect:
         with tempfile.TemporaryDirectory(dir=out) as folder:
             result = self._try(inputs, Path(folder), progress)
-        write_records(out, [result])
-        return Effect(file=RECORDS, summary="it builds" if result.builds else f"{result.failure}: {result.reason}")
+        return write_records(out, [result], "it builds" if result.builds else f"{result.failure}: {result.reason}")
 
     def _try(self, inputs: Inputs, folder: Path, progress: Progress) -> TrialResult:
         try:

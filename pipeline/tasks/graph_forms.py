@@ -71,16 +71,13 @@ class Sensitivity(Task):
 
     title: ClassVar[str] = "sensitivity"
     produces: ClassVar[Kind] = "record"
+    other_tools: ClassVar[tuple[str, ...]] = evaluator.TOOLS
 
     step: SerializeAsAny[PrecisionPass]
     """The precision, with inputs of all products quantized, and nothing else."""
     feeder: Feeder
     least_share: float = 0.0
     """Share of the multiply-adds that needs a form in the precision; with less it is not worth a trial."""
-
-    @property
-    def tools(self) -> tuple[str, ...]:
-        return (*evaluator.TOOLS, *self.step.tools)
 
     def run(self, inputs: Inputs, out: Path, progress: Progress) -> Effect:
         model = inputs["model"]
@@ -99,8 +96,7 @@ class Sensitivity(Task):
         except layers.NothingToQuantize as error:
             if not self.least_share:
                 raise
-            write_records(out, [])
-            return Effect(file=RECORDS, summary="nothing to measure", rejected=error.message)
+            return write_records(out, [], "nothing to measure", rejected=error.message)
         lost_parts, measured = self._find_lost_parts(inputs, errors, progress)
         ratios = {name: to_decibels(error.energy) for name, error in errors.items()}
         ratios |= {name: to_decibels(impact.energy) for name, impact in lost_parts.items()}
@@ -124,7 +120,6 @@ class Sensitivity(Task):
             )
             for group in groups
         ]
-        write_records(out, records)
         known = sorted((record.sqnr_db, record.name) for record in records if record.sqnr_db is not None)
         worst = f"; most sensitive {known[0][1]} with {known[0][0]:.1f} dB" if known else ""
         share = sum(work.get(name, 0) for name in ratios) / max(1, sum(work.values()))
@@ -132,7 +127,7 @@ class Sensitivity(Task):
         if share < self.least_share and all(group.name in work for group in groups):
             rejected = f"only {share:.1%} of the multiply-adds have a form in {self.step.precision}"
         summary = f"{len(records)} groups, {len(known)} measured{worst}"
-        return Effect(file=RECORDS, summary=summary, reads=reads, rejected=rejected, incomplete=not measured)
+        return write_records(out, records, summary, reads=reads, rejected=rejected, incomplete=not measured)
 
     def _list_lowered(
         self,
@@ -166,9 +161,8 @@ class Sensitivity(Task):
             )
             for group in groups
         ]
-        write_records(out, facts)
         kept = sum(bool(fact.reason) for fact in facts)
-        return Effect(file=RECORDS, summary=f"{len(facts)} groups, {kept} of them in float32 anyway")
+        return write_records(out, facts, f"{len(facts)} groups, {kept} of them in float32 anyway")
 
     def _find_lost_parts(
         self, inputs: Inputs, errors: Mapping[str, OwnError], progress: Progress
@@ -405,11 +399,6 @@ class Rescale(Task):
     """True where the passes may only change what is read by groups that lose much."""
     calibration: Calibrate
     sensitivity: Sensitivity
-
-    @property
-    def tools(self) -> tuple[str, ...]:
-        every = (*(tool for step in self.steps for tool in step.tools), *self.calibration.tools)
-        return tuple(dict.fromkeys((*every, *self.sensitivity.tools)))
 
     def run(self, inputs: Inputs, out: Path, progress: Progress) -> Effect:
         form: Form = RESCALED if RESCALED in inputs else "given"

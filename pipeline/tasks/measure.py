@@ -30,7 +30,7 @@ from enginesmith.pipeline.passes.base import Progress
 from enginesmith.pipeline.system import cpu, nvidia
 from enginesmith.pipeline.system import machine as devices
 from enginesmith.pipeline.system.device import Device
-from enginesmith.pipeline.tasks.base import RECORDS, Inputs, Task, read_models, write_records
+from enginesmith.pipeline.tasks.base import Inputs, Task, read_models, write_records
 from enginesmith.pipeline.tensors import Array, Feeds
 from enginesmith.pipeline.units import format_bytes, format_si
 
@@ -121,7 +121,6 @@ class Latency(Measurement):
             for name, rows in result.rows.items()
             for row in rows
         ]
-        write_records(out, rows)
         np.savez_compressed(out / SAMPLES, **result.samples)  # type: ignore[arg-type]
         failed = [f"{name} failed" for name, rows in result.rows.items() if any(row.failure for row in rows)]
         cut = any(row.cut for rows in result.rows.values() for row in rows)
@@ -130,7 +129,7 @@ class Latency(Measurement):
         summary = f"{len(candidates)} {variants} at batch {', '.join(map(str, measured))}"
         groups = max((row.group or 0 for rows in result.rows.values() for row in rows), default=0)
         grouped = [f"in {groups} groups, as they do not fit on the GPU together"] if groups else []
-        return Effect(file=RECORDS, summary="; ".join([summary, *grouped, *failed]), incomplete=bool(failed) or cut)
+        return write_records(out, rows, "; ".join([summary, *grouped, *failed]), incomplete=bool(failed) or cut)
 
 
 def _within_free(limit_bytes: int | None, device: Device) -> int | None:
@@ -171,12 +170,11 @@ class Memory(Measurement):
         seconds = min(HANG_SECONDS, self.measuring_seconds)
         with logs_in_own_log() as logs:
             row = measure_memory(candidate, batch, feeds, logs, progress, seconds, limit)
-        write_records(out, [row])
         if row.peak_bytes is not None:
             summary = f"peak {format_bytes(row.peak_bytes)} at batch {batch}"
         else:
             summary = f"no peak at batch {batch}: {row.reasons['peak_bytes'].splitlines()[0]}"
-        return Effect(file=RECORDS, summary=summary, incomplete=row.failure is not None)
+        return write_records(out, [row], summary, incomplete=row.failure is not None)
 
 
 @functools.cache
@@ -246,12 +244,11 @@ class DeviceRates(Measurement):
 
     def run(self, inputs: Inputs, out: Path, progress: Progress) -> Effect:
         limits = measure_limits(self.device, progress)
-        write_records(out, [limits])
         notes = (*limits.warnings, *(f"{name}: {why}" for name, why in limits.reasons.items()))
         bandwidth = limits.memory_bandwidth
         parts = [f"memory {format_si(bandwidth.per_second, 'B/s')}"] if bandwidth else []
         parts += [f"{name} {format_si(rate.per_second, 'FLOP/s')}" for name, rate in limits.products.items()]
-        return Effect(file=RECORDS, summary=", ".join(parts) or "nothing could be measured", notes=notes)
+        return write_records(out, [limits], ", ".join(parts) or "nothing could be measured", notes=notes)
 
 
 class CountWork(Task):
@@ -277,13 +274,12 @@ class CountWork(Task):
                 count_work(path, case.sizes, case.batch, executed=shown, arithmetic=self.engine.arithmetic)
                 for case in cases
             ]
-        write_records(out, counted)
         summaries = []
         for work in counted:
             flops = " + ".join(f"{format_si(count, 'FLOP')} in {name}" for name, count in work.flops.items())
             least = format_bytes(work.least_bytes)
             summaries.append(f"batch {work.batch}: {flops or 'no products'}, at least {least}")
-        return Effect(file=RECORDS, summary="; ".join(summaries))
+        return write_records(out, counted, "; ".join(summaries))
 
 
 def read_limits(record: Artifact) -> DeviceLimits:
@@ -315,8 +311,7 @@ class ProfileVariant(Measurement):
         path = graph.path if graph else None
         with logs_in_own_log() as logs:
             profile = measure_profile(candidate, batch, feeds[batch], path, self.calls, logs, progress)
-        write_records(out, [profile])
         if profile.total_ms is None or profile.unattributed_share is None:
-            return Effect(file=RECORDS, summary=profile.reasons["total_ms"], incomplete=profile.failure is not None)
+            return write_records(out, [profile], profile.reasons["total_ms"], incomplete=profile.failure is not None)
         known = f"{1 - profile.unattributed_share:.0%} of it on modules"
-        return Effect(file=RECORDS, summary=f"{profile.total_ms:.3g} ms in operators at batch {batch}, {known}")
+        return write_records(out, [profile], f"{profile.total_ms:.3g} ms in operators at batch {batch}, {known}")

@@ -153,6 +153,7 @@ class Search(Task):
     title: ClassVar[str] = "search"
     produces: ClassVar[Kind] = "record"
     exclusive: ClassVar[bool] = True
+    other_tools: ClassVar[tuple[str, ...]] = evaluator.TOOLS
 
     time_share: float = Field(0.5, exclude=True)  # of all trials together
     step: SerializeAsAny[PrecisionPass]
@@ -178,10 +179,6 @@ class Search(Task):
     @property
     def environment_key(self) -> dict[str, Any]:
         return this_machine() if self.runs_here else {}
-
-    @property
-    def tools(self) -> tuple[str, ...]:
-        return tuple(dict.fromkeys((*evaluator.TOOLS, *self.step.tools, *self.engine.tools)))
 
     def run(self, inputs: Inputs, out: Path, progress: Progress) -> Effect:
         forms = read_forms(inputs, self.step)
@@ -212,9 +209,8 @@ class Search(Task):
             winner = best(trials, forms["given"])
             summary = "the time for the search is up" if candidate else "the search is over"
             summary += f": {winner.why}" if winner else ": nothing reaches the goal"
-        write_records(out, trials)
         incomplete = (bool(candidate) and late) or not measured
-        return Effect(file=RECORDS, summary=summary, reads=reads, incomplete=incomplete)
+        return write_records(out, trials, summary, reads=reads, incomplete=incomplete)
 
     def _is_late(self, trials: Sequence[Trial]) -> bool:
         """Tell whether one more trial takes longer than what is left of their share of the time.
@@ -309,6 +305,7 @@ class Assign(Task):
     title: ClassVar[str] = "assign"
     produces: ClassVar[Kind] = "record"
     in_process: ClassVar[bool] = True
+    tools: ClassVar[tuple[str, ...]] = ()
 
     step: SerializeAsAny[PrecisionPass]
     keep: tuple[str, ...]
@@ -353,8 +350,7 @@ class Assign(Task):
                 rejected = rejected or (
                     f"with groups in {low}, what reaches the goal is no faster" if slower else nothing
                 )
-        write_records(out, rows)
-        return Effect(file=RECORDS, summary=summary, rejected=rejected)
+        return write_records(out, rows, summary, rejected=rejected)
 
     def _choose_to_train(self, forms: Groups, trials: Sequence[Trial]) -> tuple[Trial, str]:
         """Choose the trial that came nearest to the goal with next to all quantized; say why none is needed, if so."""

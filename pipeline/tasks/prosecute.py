@@ -65,6 +65,7 @@ class Prosecute(EngineCheck):
     """
 
     title: ClassVar[str] = "prosecute"
+    other_tools: ClassVar[tuple[str, ...]] = ("onnx",)
     time_share: float = Field(0.8, exclude=True)
 
     given_engine: SerializeAsAny[Engine]
@@ -81,10 +82,6 @@ class Prosecute(EngineCheck):
     Then it is no failure of the engine that inputs cannot be tried, and what a lower precision loses is left to
     fidelity and the metric.
     """
-
-    @property
-    def tools(self) -> tuple[str, ...]:
-        return tuple(dict.fromkeys((*self.engine.tools, *self.given_engine.tools, "onnx")))
 
     def run(self, inputs: Inputs, out: Path, progress: Progress) -> Effect:
         ends_at = time.monotonic() + _SHARE_TO_TRY * self.left_seconds
@@ -111,22 +108,20 @@ class Prosecute(EngineCheck):
             finding=finding,
             cut=seconds < budget and not (finding and finding.option),  # with an option, nothing is left to look for
         )
-        write_records(out, [prosecution])
         counts = ", ".join(f"{count} {name}" for name, count in prosecution.walks.items())
         tried = f"{prosecution.attempts} inputs tried ({counts})"
         if finding is None:
             caution = f"; {prosecution.caution}" if prosecution.caution else ""
             summary = f"{tried}: none on which it is wrong{caution}"
-            return Effect(file=RECORDS, summary=summary, incomplete=prosecution.cut)
+            return write_records(out, [prosecution], summary, incomplete=prosecution.cut)
         sentence = finding.sentence
-        return Effect(file=RECORDS, summary=f"{tried}: {sentence}", rejected=sentence, incomplete=prosecution.cut)
+        return write_records(out, [prosecution], f"{tried}: {sentence}", rejected=sentence, incomplete=prosecution.cut)
 
     def _pass_over(self, search: InputSearch | None, error: EnginesmithError, out: Path) -> Effect:
         """Record why no input was tried, or no further one; the engine's own errors are findings."""
         end = f"ended at input {search.attempts}" if search and search.attempts else "no input was tried"
         reason = f"{end}: {error.message}"
-        write_records(out, [self._record(search, reason=reason)])
-        return Effect(file=RECORDS, summary=reason, incomplete=True)
+        return write_records(out, [self._record(search, reason=reason)], reason, incomplete=True)
 
     def _record(self, search: InputSearch | None, **outcome: Any) -> Prosecution:
         """Describe what a search has tried, and its outcome."""

@@ -19,7 +19,7 @@ from enginesmith.pipeline.passes.base import Pass, Progress
 from enginesmith.pipeline.passes.prune.options import PruneOptions, PruneTarget
 from enginesmith.pipeline.passes.run import run_pass
 from enginesmith.pipeline.system.device import Device
-from enginesmith.pipeline.tasks.base import RECORDS, Inputs, Task, read_models, scratch_artifact, write_records
+from enginesmith.pipeline.tasks.base import Inputs, Task, read_models, scratch_artifact, write_records
 from enginesmith.pipeline.tasks.calibrate import Feeder, Feeding, read_class_names
 from enginesmith.pipeline.tasks.load import read_ranges
 from enginesmith.pipeline.tasks.measure import measure_beside, this_machine
@@ -294,10 +294,6 @@ class DenseEngine(Task):
     way: ToEngine
 
     @property
-    def tools(self) -> tuple[str, ...]:
-        return self.way.tools
-
-    @property
     def environment_key(self) -> dict[str, Any]:
         return self.way.engine.environment_key(self.way.device)
 
@@ -317,10 +313,6 @@ class TryLatency(Task):
     way: ToEngine
     seconds: float = _LONGEST_SECONDS
     """Longest time to measure for."""
-
-    @property
-    def tools(self) -> tuple[str, ...]:
-        return tuple(dict.fromkeys((*self.prune.tools, *self.way.tools)))
 
     @property
     def environment_key(self) -> dict[str, Any]:
@@ -343,8 +335,7 @@ class TryLatency(Task):
             trials.append(trial)
             result = trial.reason or f"{trial.latency_left:.1%} of the dense latency"
             summary = f"{trial.macs_left:.1%} of MACs: {result}"
-        write_records(out, trials)
-        return Effect(file=RECORDS, summary=summary)
+        return write_records(out, trials, summary)
 
     def _try(self, share: float, inputs: Inputs, first: bool, progress: Progress) -> LatencyTrial:
         with tempfile.TemporaryDirectory(prefix="enginesmith-prune-") as scratch:

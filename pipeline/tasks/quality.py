@@ -21,7 +21,7 @@ from enginesmith.pipeline.measure import quality
 from enginesmith.pipeline.measure.metrics.table import find_own
 from enginesmith.pipeline.passes.base import Progress
 from enginesmith.pipeline.system.device import Device
-from enginesmith.pipeline.tasks.base import RECORDS, Inputs, Task, read_models, write_records
+from enginesmith.pipeline.tasks.base import Inputs, Task, read_models, write_records
 from enginesmith.pipeline.tasks.calibrate import open_data
 from enginesmith.pipeline.tasks.measure import this_hardware
 from enginesmith.pipeline.tensors import Array, Feeds, ShapeRange, rows_first
@@ -90,12 +90,10 @@ class Quality(EngineCheck):
         with self.engine.load(inputs["model"], self.device) as session:
             judged, outputs, reads = self.judge(session, inputs.get(BASELINE), progress, inputs.get("reference"))
         if isinstance(judged, str):
-            write_records(out, [])
-            return Effect(file=RECORDS, summary=judged, reads=reads)
+            return write_records(out, [], judged, reads=reads)
         np.savez(out / _OUTPUTS, **outputs)  # type: ignore[arg-type]
-        write_records(out, [judged])
         summary = f"{judged.title} {format_metric(judged.value)} on {judged.basis}"
-        return Effect(file=RECORDS, summary=summary, reads=reads)
+        return write_records(out, [judged], summary, reads=reads)
 
     def judge(
         self, session: Session, baseline: Artifact | None, progress: Progress, reference: Artifact | None = None

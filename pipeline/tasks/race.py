@@ -16,7 +16,7 @@ from enginesmith.pipeline.measure.quality import Quality
 from enginesmith.pipeline.measure.rows import LatencyRow, RaceRow
 from enginesmith.pipeline.measure.statistics import Interval, divide
 from enginesmith.pipeline.passes.base import Progress
-from enginesmith.pipeline.tasks.base import RECORDS, Inputs, Task, read_models, read_records, write_records
+from enginesmith.pipeline.tasks.base import Inputs, Task, read_models, read_records, write_records
 from enginesmith.pipeline.tasks.measure import HANG_SECONDS, VERIFIED, Measurement, logs_in_own_log, measured_feeds
 from enginesmith.pipeline.tasks.mixed_precision import ASSIGNMENT, DROP_HIGH
 from enginesmith.pipeline.tensors import Feeds
@@ -134,12 +134,11 @@ class Race(Measurement):
         rows += [
             RaceRow(variant=name, lap=0, dropped=why) for name, why in reasons.items() if why and name not in self.kept
         ]
-        write_records(out, rows)
         summary = f"{len(left)} of {len(verified)} variants are measured in full" if verified else "no variant races"
         if out_before:
             summary += f"; {len(out_before)} had dropped out of an earlier race"
         incomplete = any(row.failure for row in rows if row.variant not in self.originals)
-        return Effect(file=RECORDS, summary=summary, incomplete=incomplete)
+        return write_records(out, rows, summary, incomplete=incomplete)
 
     @property
     def _settings(self) -> LatencySettings:
@@ -307,11 +306,10 @@ class Stay(Task):
         by_variant = group_values((row.variant, row) for row in read_models(inputs[RACE], RaceRow))
         ends = [_find_end(by_variant.get(name, ())) for name in self.variants]
         qualities = read_models(inputs.get(CHOICE), Quality)
-        write_records(out, [])
         rejected = "" if "" in ends else ends[0]
         if not rejected and (lost := explain_drop(qualities, self.max_drop)):
             rejected = f"dropped: {lost}"
-        return Effect(file=RECORDS, summary="it stays in the race", rejected=rejected)
+        return write_records(out, [], "it stays in the race", rejected=rejected)
 
 
 def _find_end(rows: Sequence[RaceRow]) -> str:

@@ -33,7 +33,7 @@ from enginesmith.pipeline.measure import quality
 from enginesmith.pipeline.measure.rows import StageFidelity
 from enginesmith.pipeline.passes.base import Progress
 from enginesmith.pipeline.system.device import Device
-from enginesmith.pipeline.tasks.base import RECORDS, Inputs, Task, write_records
+from enginesmith.pipeline.tasks.base import Inputs, Task, write_records
 from enginesmith.pipeline.tasks.calibrate import Feeder, open_data, read_class_names
 from enginesmith.pipeline.tasks.examples import (
     Baseline,
@@ -371,15 +371,15 @@ class Verify(EngineCheck):
                 entries += comparisons
                 if not failed and comparisons and not comparisons[0].passed:
                     failed = f"{comparisons[0].point} ({sizes}): {comparisons[0].reason}"
-        write_records(out, entries)
         if failed and self.stage == "export" and any(entry.passed for entry in entries):
             failed += _BY_SIZE
         worst = min((entry.sqnr_db for entry in entries if entry.sqnr_db is not None), default=None)
         by_rounding = _describe_rounding(entries)
         summary = f"SQNR at least {worst:.1f} dB" if worst is not None else "outputs agree"
-        return Effect(
-            file=RECORDS,
-            summary=f"{summary}, which rounding in float32 explains" if by_rounding and not failed else summary,
+        return write_records(
+            out,
+            entries,
+            f"{summary}, which rounding in float32 explains" if by_rounding and not failed else summary,
             notes=(
                 *(f"{ours!r} is compared with {theirs!r}, by position" for ours, theirs in names.items()),
                 *by_rounding,
@@ -546,7 +546,6 @@ class Audit(Task):
             covered = coverage.compute_coverage(path, sizes, executed=self.engine is not None)
         if self.engine:
             covered = covered.model_copy(update={"assigned": self.engine.assign_nodes(model, self.device)})
-        write_records(out, [covered])
         parts = [f"multiply-adds {format_shares(covered.macs)}", f"weights {format_shares(covered.weights)}"]
         counts = {
             "Q/DQ pairs": covered.qdq_pairs,
@@ -554,8 +553,10 @@ class Audit(Task):
             "products of unknown size": covered.unknown_products,
         }
         parts += [f"{count} {what}" for what, count in counts.items() if count]
-        return Effect(
-            file=RECORDS, summary="; ".join(filter(None, (*parts, describe_fallback(covered.assigned, covered.copies))))
+        return write_records(
+            out,
+            [covered],
+            "; ".join(filter(None, (*parts, describe_fallback(covered.assigned, covered.copies)))),
         )
 
 
