@@ -470,9 +470,7 @@ class Engine(BaseModel, ABC, frozen=True, extra="forbid"):
         """
         if device.kind not in DEVICE_KINDS:
             raise MissingCapability(f"there is no device {device.kind!r}", f"use one of {', '.join(DEVICE_KINDS)}")
-        answer = cls.available(device)
-        if not answer.ok:
-            raise MissingCapability(f"{cls.name} cannot run on {device}: {answer.reason}", answer.remedy)
+        cls.available(device).require(f"{cls.name} cannot run on {device}")
 
     @classmethod
     def buildable(cls, device: Device) -> Availability:
@@ -486,9 +484,7 @@ class Engine(BaseModel, ABC, frozen=True, extra="forbid"):
     def require_runnable(self, device: Device) -> None:
         """Insist that this machine can run what these options build; raises as :meth:`require`."""
         self.require(device)
-        answer = self.runnable(device)
-        if not answer.ok:
-            raise MissingCapability(f"{self.name} cannot run so on {device}: {answer.reason}", answer.remedy)
+        self.runnable(device).require(f"{self.name} cannot run so on {device}")
 
     @property
     def built_ahead(self) -> bool:

@@ -38,11 +38,6 @@ class Gpus:
         self._stopped, self._returned = False, threading.Condition()
         self.count, self.several = alike, alike > 1
 
-    @classmethod
-    def detect(cls) -> "Gpus":
-        """Count them as the driver shows them."""
-        return cls(nvidia.count_alike())
-
     @contextlib.contextmanager
     def reserve(self, device: Device) -> Iterator[tuple[int, dict[str, str]]]:
         """Reserve a GPU; yields its index, and the environment in which it is the first one.
@@ -95,7 +90,7 @@ class LocalExecutor(Executor):
     is_local = True
 
     def __init__(self, store: Store, jobs: int, gpus: Gpus | None = None) -> None:
-        self._store, self._jobs, self._gpus = store, jobs, gpus or Gpus.detect()
+        self._store, self._jobs, self._gpus = store, jobs, gpus or Gpus(nvidia.count_alike())
         self.slots = jobs + (self._gpus.count if self._gpus.several else 0)
         if "://" not in store.address:
             self.max_lookups = 1  # faster there: Python's threads would wait for each other at every turn

@@ -5,7 +5,7 @@ from collections.abc import Collection
 
 from pydantic import BaseModel
 
-from enginesmith.pipeline.errors import UsageError
+from enginesmith.pipeline.errors import MissingCapability, UsageError
 
 DEVICE_KINDS = ("cpu", "cuda")
 
@@ -16,6 +16,11 @@ class Availability(BaseModel, frozen=True):
     ok: bool
     reason: str = ""
     remedy: str = ""
+
+    def require(self, problem: str) -> None:
+        """Raise MissingCapability for this ``problem`` with the reason, where it cannot be used."""
+        if not self.ok:
+            raise MissingCapability(f"{problem}: {self.reason}", self.remedy)
 
 
 def unavailable(reason: str, remedy: str) -> Availability:

@@ -117,6 +117,12 @@ def cuda_device(index: int) -> CudaDevice | None:
     return devices[index] if index < len(devices) else None
 
 
+def describe_device(index: int) -> dict[str, Any]:
+    """Describe what decides which kernels there are for a device: its model, and the driver."""
+    here = cuda_device(index)
+    return {"device": here.model_dump() if here else None, "driver": driver().version}
+
+
 @functools.cache
 def identify(index: int) -> str | None:
     """Read the UUID of a device, or of the slice of it that is shown; None if the driver does not tell.

@@ -6,7 +6,7 @@ import tempfile
 import time
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import ClassVar, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
 from pydantic import SerializeAsAny
@@ -107,14 +107,10 @@ class Sensitivity(Task):
                 "use fp16, or another precision",
             )
         records = [
-            GroupFact(
-                name=group.name,
-                module=group.module,
-                kind=kinds[group.name],
-                macs=work.get(group.name, group.parameters),  # of unknown size: one sample at least
+            _describe(
+                *(group, kinds, work),
                 sqnr_db=ratios.get(group.name),
                 reason="" if group.name in ratios else left.get(group.name) or group.reason or "nothing is quantized",
-                given=group.given,
                 cause=causes[group.name][1] if group.name in causes else "",
                 pattern=causes[group.name][0] if group.name in causes else "unknown",
             )
@@ -149,18 +145,7 @@ class Sensitivity(Task):
                 reasons = {entry["group"]: _explain_wide(entry, self.step) for entry in precision.read(Path(folder))}
             except ModelError as error:
                 reasons = {group.name: error.message for group in groups}
-        facts = [
-            GroupFact(
-                name=group.name,
-                module=group.module,
-                kind=kinds[group.name],
-                macs=work.get(group.name, group.parameters),
-                sqnr_db=None,
-                reason=reasons[group.name],
-                given=group.given,
-            )
-            for group in groups
-        ]
+        facts = [_describe(group, kinds, work, sqnr_db=None, reason=reasons[group.name]) for group in groups]
         kept = sum(bool(fact.reason) for fact in facts)
         return write_records(out, facts, f"{len(facts)} groups, {kept} of them in float32 anyway")
 
@@ -224,6 +209,15 @@ class Sensitivity(Task):
                     progress(f"float and quantized side by side, batch {index + 1}")
                     errors.add(session.run(batch))
         return errors.find(), left, reads
+
+
+def _describe(
+    group: layers.QuantizableOp, kinds: Mapping[str | None, str], work: Mapping[str, int], **errors: Any
+) -> GroupFact:
+    macs = work.get(group.name, group.parameters)  # of unknown size: one sample at least
+    return GroupFact(
+        name=group.name, module=group.module, kind=kinds[group.name], macs=macs, given=group.given, **errors
+    )
 
 
 def _explain_wide(entry: Mapping[str, str], step: PrecisionPass) -> str:

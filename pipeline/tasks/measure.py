@@ -231,8 +231,7 @@ def logs_in_own_log() -> Iterator[Path]:
 def this_hardware(device: Device) -> dict[str, Any]:
     """Describe what decides which kernels there are for a device, and so the numbers that they compute."""
     if device.kind == "cuda":
-        here = nvidia.cuda_device(device.index)
-        return {"device": here.model_dump() if here else None, "driver": nvidia.driver().version}
+        return nvidia.describe_device(device.index)
     return {"processor": [platform.machine(), cpu.model(), *cpu.vector_units()]}
 
 

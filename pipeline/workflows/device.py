@@ -36,8 +36,7 @@ def begin_on(device: Device, recipe: Recipe, listener: Listener, step: ShownStep
         MissingCapability: it is a GPU that cannot be used here.
     """
     eager, cuda = engine_class(BASELINES["torch"]), Device(kind="cuda")
-    if not (answer := eager.installed(device)).ok:
-        raise MissingCapability(f"{device} cannot be used: {answer.reason}", answer.remedy)
+    eager.installed(device).require(f"{device} cannot be used")
     if recipe.device is None and all(map(needs_cuda, recipe.engines)) and not recipe.targets:
         devices, answer = nvidia.driver().devices, eager.installed(cuda)
         if devices and not answer.ok:

@@ -18,7 +18,7 @@ from enginesmith.pipeline.errors import NO_TIME, StepCrashed, StepOutOfMemory, S
 from enginesmith.pipeline.measure.latency import benchmark
 from enginesmith.pipeline.measure.latency import rows as latency_rows
 from enginesmith.pipeline.measure.latency.benchmark import LatencySettings
-from enginesmith.pipeline.measure.latency.rows import LatencyBenchmark, LatencyResult, measure_latency
+from enginesmith.pipeline.measure.latency.rows import LatencyBenchmark, LatencyResult
 from enginesmith.pipeline.measure.latency.timer import Block, ConcurrentCalls, Ready
 from enginesmith.pipeline.measure.rows import OutOfMemory, Stop
 from enginesmith.pipeline.system.cpu import RunQueue
@@ -93,7 +93,11 @@ def measure(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[..., La
         artifact = Artifact(kind="torch", path=tmp_path, sha256="", bytes=0)
         candidates = [Candidate(name, script, artifact, Device(kind=device)) for name, script in scripts.items()]  # type: ignore[arg-type]
         feeds: dict[int, Any] = {batch: {} for batch in batches}
-        return measure_latency(candidates, feeds, LatencySettings(**settings), tmp_path, heard, dense or {})
+        benchmark = LatencyBenchmark(candidates, LatencySettings(**settings), tmp_path, heard, dense or {})
+        with benchmark:
+            for batch in batches:
+                benchmark.measure(batch, feeds[batch])
+            return benchmark.result()
 
     return call
 

@@ -145,8 +145,7 @@ class OnnxRuntimeTensorRT(OnnxRuntime):
         return providers.session_providers(self.provider, device, self._options, stream)
 
     def environment_key(self, device: Device) -> dict[str, Any]:
-        here = nvidia.cuda_device(device.index)
-        return {"device": here.model_dump() if here else None, "driver": nvidia.driver().version}
+        return nvidia.describe_device(device.index)
 
     def build(self, request: BuildRequest) -> Effect:
         """Write the context file, or the graph where ONNX Runtime writes none, and a record of what it was made for.

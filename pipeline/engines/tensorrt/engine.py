@@ -331,8 +331,8 @@ class TensorRT(WorkspaceEngine):
         """Choose the settings of a build where it can be done, and list notes on them."""
         known, index = self.known(), request.device.index
         timed = not known.builds_without_gpu  # kernels, on the device that is here
-        if timed and not (answer := nvidia.available(index)).ok:
-            raise MissingCapability(f"{self.name} cannot be built here: {answer.reason}", answer.remedy)
+        if timed:
+            nvidia.available(index).require(f"{self.name} cannot be built here")
         targets = self.targets(here)
         options, sparsity = _for_graph(self.options, model, request.artifact.path)
         notes = [*sparsity, *validate_options(options, self.flavour, known, device=here is not None)]

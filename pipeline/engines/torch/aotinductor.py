@@ -233,8 +233,7 @@ class AOTInductor(Engine):
 
         device = request.device
         self.require(device)
-        if not (tools := self.buildable(device)).ok:
-            raise MissingCapability(f"{self.name} cannot compile for {device}: {tools.reason}", tools.remedy)
+        self.buildable(device).require(f"{self.name} cannot compile for {device}")
         Eager().enter_thread(device)
         loaded = self._cast(load_artifact(request.artifact), device)
         request.progress("capturing the program with torch.export")

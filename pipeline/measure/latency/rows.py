@@ -70,13 +70,12 @@ def measure_latency(
     settings: LatencySettings,
     log_folder: Path,
     progress: Progress,
-    dense: Mapping[str, str] = MappingProxyType({}),
 ) -> LatencyResult:
     """Measure candidates at each batch size of ``feeds``; the first is the baseline.
 
-    A candidate that fails gets a row that says why, and the others go on. ``dense``: see :class:`LatencyBenchmark`.
+    A candidate that fails gets a row that says why, and the others go on.
     """
-    with LatencyBenchmark(candidates, settings, log_folder, progress, dense) as benchmark:
+    with LatencyBenchmark(candidates, settings, log_folder, progress) as benchmark:
         for batch, arrays in sorted(feeds.items()):
             benchmark.measure(batch, arrays)
         return benchmark.result()

@@ -167,10 +167,8 @@ def _summarize(each: _Difference) -> str:
         by = f"{format_share(float(finite.max()) / each.span, 3)} of the range of the expected ones"
         parts.append(f"by up to {float(finite.max()):.3g} ({by})")
     for word, side in (("expected", each.expected), ("found", each.found)):
-        if side.dtype.kind == "f":
-            counts = {"NaN": int(np.isnan(side).sum()), "infinite": int(np.isinf(side).sum())}
-            if named := [f"{count} {kind}" for kind, count in counts.items() if count]:
-                parts.append(f"{word} are {' and '.join(named)}")
+        if side.dtype.kind == "f" and (odd := _count_odd(side)):
+            parts.append(f"{word} are {' and '.join(odd)}")
     rows = np.unique(np.nonzero(wrong)[0]).tolist() if wrong.ndim > 1 and len(wrong) > 1 else []
     if len(rows):
         shown = ", ".join(map(str, rows[:_LISTED_ROWS])) + (" …" if len(rows) > _LISTED_ROWS else "")
@@ -270,10 +268,13 @@ def _describe_array(name: str, value: Array) -> str:
     if value.dtype.kind != "f":
         return f"{text}, from {_write(value.min())} to {_write(value.max())}"
     finite = value[np.isfinite(value)]
-    odd = {"NaN": int(np.isnan(value).sum()), "infinite": int(np.isinf(value).sum())}
-    named = "".join(f", {count} {kind}" for kind, count in odd.items() if count)
-    between = f", from {_write(finite.min())} to {_write(finite.max())}" if finite.size else ""
-    return f"{text}{between}{named}"
+    between = [f"from {_write(finite.min())} to {_write(finite.max())}"] if finite.size else []
+    return ", ".join([text, *between, *_count_odd(value)])
+
+
+def _count_odd(value: Array) -> list[str]:
+    counts = {"NaN": np.isnan(value).sum(), "infinite": np.isinf(value).sum()}
+    return [f"{count} {kind}" for kind, count in counts.items() if count]
 
 
 def _nest(value: Array) -> str:
