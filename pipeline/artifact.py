@@ -60,7 +60,7 @@ class Artifact(BaseModel, frozen=True):
         return self.path.parent
 
     @property
-    def ends(self) -> Signature:
+    def model_signature(self) -> Signature:
         """Inputs and outputs of a model that was loaded or made here, which has them."""
         assert self.signature is not None
         return self.signature

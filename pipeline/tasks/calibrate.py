@@ -98,10 +98,12 @@ class Feeder(BaseModel, frozen=True, extra="forbid"):
         """
         files: tuple[Path, ...] = ()
         if self.data is None:
-            data, batch = self._sample(self._like_reference(model.ends, reference), model.ends, reference)
+            data, batch = self._sample(
+                self._like_reference(model.model_signature, reference), model.model_signature, reference
+            )
         else:
-            given, files = open_data(self.data, model.ends.inputs, "calibration", self.options)
-            data, batch = self._sample(given, model.ends, reference)
+            given, files = open_data(self.data, model.model_signature.inputs, "calibration", self.options)
+            data, batch = self._sample(given, model.model_signature, reference)
             data = validate_for_calibration(data)
         return Feeding(data, data.provenance(self.seed, batch)), files
 

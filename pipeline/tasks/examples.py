@@ -54,14 +54,14 @@ def make_example(
     model: Artifact, picture_size: int = _PICTURE_SIZES[0], lengths: Mapping[str, int] = MappingProxyType({})
 ) -> tuple[dict[str, Array], dict[str, int]]:
     """Make a feed for each input, of these lengths; returns also the size it has along each dynamic dimension."""
-    specs = model.ends.inputs
+    specs = model.model_signature.inputs
     if model.kind == "torch":
         from enginesmith.pipeline.frameworks.torch.saved import read_example
 
         feeds = read_example(model)
         return feeds, read_sizes(specs, feeds)
-    sizes = {**choose_sizes(model.ends, picture_size), **lengths}
-    return draw_feeds(model.ends, sizes), sizes
+    sizes = {**choose_sizes(model.model_signature, picture_size), **lengths}
+    return draw_feeds(model.model_signature, sizes), sizes
 
 
 def choose_sizes(signature: Signature, picture_size: int = _PICTURE_SIZES[0]) -> dict[str, int]:
@@ -168,17 +168,17 @@ def find_example(
             halved = {name: size // 2 if name in assumed else size for name, size in sizes.items()}
             with contextlib.suppress(ModelError):
                 for each in (sizes, halved):
-                    session.run(samples.resize(feeds, model.ends, {**each, **usual}))
+                    session.run(samples.resize(feeds, model.model_signature, {**each, **usual}))
                 return feeds, sizes
     return examples[-1]
 
 
 def list_assumed(model: Artifact, known: Mapping[str, ShapeRange]) -> tuple[str, ...]:
     """List the dimensions of a file whose sizes are assumed: the dynamic ones besides the batch, if not ``known``."""
-    batch = samples.batch_symbol(model.ends)
+    batch = samples.batch_symbol(model.model_signature)
     if model.kind != "onnx":  # a module brings an example
         return ()
-    return tuple(name for name in model.ends.symbols if name not in known and name != batch)
+    return tuple(name for name in model.model_signature.symbols if name not in known and name != batch)
 
 
 def describe_assumed(ranges: Mapping[str, ShapeRange], assumed: Sequence[str]) -> list[str]:
@@ -190,16 +190,18 @@ def describe_assumed(ranges: Mapping[str, ShapeRange], assumed: Sequence[str]) -
 
 def advise(model: Artifact, known: Mapping[str, ShapeRange], assumed: Sequence[str], data: Dataset | None) -> str:
     """Say what helps a model that refuses samples that are made up, or sizes that are ``assumed``."""
-    symbol = samples.batch_symbol(model.ends)
+    symbol = samples.batch_symbol(model.model_signature)
     if model.kind == "onnx":
         advice = samples.advise_sizes(assumed)
-        options = samples.suggest_batch(model.ends) if symbol is None else ""
+        options = samples.suggest_batch(model.model_signature) if symbol is None else ""
         advice += f"; if one of the dimensions is the batch, name it with {options}" if options else ""
-        settings = [spec.name for spec in model.ends.inputs if not spec.shape and spec.name.lower() in _SETTINGS]
+        settings = [
+            spec.name for spec in model.model_signature.inputs if not spec.shape and spec.name.lower() in _SETTINGS
+        ]
         words = "".join(f", and {name!r}, which seems to be a setting, in them" for name in settings)
         return advice if data else f"{advice}; samples are drawn at random: give some with --eval DATA{words}"
     if data:
-        own = samples.read_row_ranges(model.ends, data).items()
+        own = samples.read_row_ranges(model.model_signature, data).items()
         shapes = " ".join(f"--shape {name}={range_}" for name, range_ in own if name not in known)
         return (
             f"; samples are cut to the other sizes, and may lack their end: give only that of {data.name} with {shapes}"

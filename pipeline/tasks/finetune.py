@@ -164,7 +164,7 @@ class Recover(ResumableTask):
         load_libraries()
         meter = StepMeter(device, self.options.memory_bytes)
         options = self.options.model_copy(update={"seconds": self._seconds})
-        signature = inputs[MODEL].ends
+        signature = inputs[MODEL].model_signature
         with track_files(allow_pickle=False) as tracker:
             data = self._data(inputs)
             metric = self._metric(data, signature.outputs)
@@ -192,7 +192,7 @@ class Recover(ResumableTask):
         return Opened(work, fingerprint, (*files, *data.folders))
 
     def _data(self, inputs: Inputs) -> Dataset:
-        signature = inputs[MODEL].ends
+        signature = inputs[MODEL].model_signature
         if self.data is None:
             raise DataError(
                 "recovery needs data to learn from, and there is none",
@@ -297,7 +297,7 @@ class TrainGraph(Recover):
         from enginesmith.pipeline.frameworks.torch import graph
         from enginesmith.pipeline.passes.finetune.trainer import Models
 
-        signature = inputs[MODEL].ends
+        signature = inputs[MODEL].model_signature
         form = read_form(inputs[ASSIGNMENT]) if ASSIGNMENT in inputs else "given"
         teacher = find_form(form, {**inputs, MODEL: inputs[TEACHER]})[0].path
         paths = (inputs[MODEL].path, inputs[MODEL].path, teacher)

@@ -242,16 +242,16 @@ class Shapes(Task):
 
     def run(self, inputs: Inputs, out: Path, progress: Progress) -> Effect:
         model, given = inputs["model"], self.ranges
-        known = {*given, samples.batch_symbol(model.ends)}
-        missing = [name for name in model.ends.symbols if name not in known]
+        known = {*given, samples.batch_symbol(model.model_signature)}
+        missing = [name for name in model.model_signature.symbols if name not in known]
         if model.kind == "onnx" and missing:
             raise UsageError(
                 f"the dynamic dimension {missing[0]!r} has no range, and an ONNX file brings no example of its size",
                 f"give one: --shape {missing[0]}=MIN:OPT:MAX",
             )
-        batches = samples.fit_batches(model.ends, given, self.batches, given=self.batches_given)
+        batches = samples.fit_batches(model.model_signature, given, self.batches, given=self.batches_given)
         ranges = samples.plan_ranges(
-            model.ends, given, batches, make_example(model)[1], named_by_file=model.kind == "onnx"
+            model.model_signature, given, batches, make_example(model)[1], named_by_file=model.kind == "onnx"
         )
         (out / _FILE).write_text(
             json.dumps({name: str(range_) for name, range_ in ranges.items()}, indent=1) + "\n", encoding="utf-8"

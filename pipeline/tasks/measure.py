@@ -207,7 +207,7 @@ def measure_beside(
 
 def _make_larger_feeds(reference: Artifact, model: Artifact) -> FeedsAt | None:
     """Make feeds of any batch size of those of the largest measured one; None where the batch is fixed."""
-    signature, symbol = model.ends, samples.batch_symbol(model.ends)
+    signature, symbol = model.model_signature, samples.batch_symbol(model.model_signature)
     if symbol is None:
         return None
     cases = enumerate(samples.read(reference.folder).cases)

@@ -107,7 +107,7 @@ class Sample(Task):
 
     def run(self, inputs: Inputs, out: Path, progress: Progress) -> Effect:
         model = inputs["model"]
-        signature = model.ends
+        signature = model.model_signature
         _check_ends(signature)
         data, read = self._open(signature)
         class_names = read_class_names(inputs)

@@ -193,11 +193,11 @@ def _run(
     record, loaded = outcomes[last].artifact, outcomes[LOAD].artifact
     assert record is not None
     assert loaded is not None
-    symbol = batch_symbol(loaded.ends)
+    symbol = batch_symbol(loaded.model_signature)
     if symbol is None:
         remedy = "export it with one: --input name:dtype:batch,…"
         raise UsageError(f"{model.source.text} has no dynamic batch", remedy)
-    return read_records(record)[0], loaded.ends, symbol
+    return read_records(record)[0], loaded.model_signature, symbol
 
 
 # Search: the largest batch that fits a memory budget, and the smallest workspace that builds or keeps the speed.

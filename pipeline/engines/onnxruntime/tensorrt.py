@@ -156,7 +156,10 @@ class OnnxRuntimeTensorRT(OnnxRuntime):
         """
         artifact, out, device = request.artifact, request.out, request.device
         self.require(device)
-        given = {**_shape_options(self.provider, artifact.ends, request.ranges), **self._precision(artifact.path)}
+        given = {
+            **_shape_options(self.provider, artifact.model_signature, request.ranges),
+            **self._precision(artifact.path),
+        }
         dump, entries = self._context_options(out / _MODEL, embedded=artifact.bytes < _EMBEDDED_BYTES)
         request.progress(f"{self.title} builds engines")
         session = self._session(artifact.path, device, given | dump, entries | {RECORD_NODES: "1"})
@@ -165,7 +168,7 @@ class OnnxRuntimeTensorRT(OnnxRuntime):
         del session, parts  # two at a time may not fit on the GPU
         if not assigned[self.provider.name]:
             raise ModelError(f"{self.title} takes no part of this graph", "use onnxruntime or TensorRT itself")
-        if written := _is_whole(out / _MODEL, artifact.ends):
+        if written := _is_whole(out / _MODEL, artifact.model_signature):
             given = {}
         else:
             for file in out.iterdir():  # of one part alone
@@ -192,7 +195,7 @@ class OnnxRuntimeTensorRT(OnnxRuntime):
             form = "built again at every load: ONNX Runtime wrote no file"
         summary = f"{count} nodes in {engines.count(self.provider.name)} TensorRT engines, {form}"
         rest = describe_fallback(assigned)
-        return Effect(file=_MODEL, summary=summary, notes=(rest,) if rest else (), signature=artifact.ends)
+        return Effect(file=_MODEL, summary=summary, notes=(rest,) if rest else (), signature=artifact.model_signature)
 
     def _context_options(self, file: Path, *, embedded: bool) -> tuple[dict[str, str], dict[str, str]]:
         """List the provider's options and the session's entries that have engines written into a context file."""

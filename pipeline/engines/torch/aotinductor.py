@@ -286,7 +286,7 @@ class AOTInductor(Engine):
             raise ModelError(f"torch cannot load {artifact.path.name}: {first}", "build the engine again") from error
         enter = functools.partial(Eager().enter_thread, device)
         forward = functools.partial(_call, package.loader)  # the package's own call reads its description each time
-        return EagerSession(forward, artifact.ends, device, self._torch_dtype, enter)
+        return EagerSession(forward, artifact.model_signature, device, self._torch_dtype, enter)
 
     def prime(self, artifact: Artifact, device: Device) -> None:
         """Import what loads packages, and start the thread pool."""
