@@ -248,7 +248,10 @@ def _lines(found: dict[str, Any]) -> Iterator[str]:
     for case in lost:
         missing = ", ".join(name for name, held in case.get("held", {}).items() if not held) or "it failed"
         yield " ".join((f"- **{case['model']}**: {missing}.", *_explain_failure(case)))
-    yield f"\nMachine: {cases[0]['machine']}. Commands:\n"
+    yield "\nMachines:\n"
+    for machine in dict.fromkeys(case["machine"] for case in cases):
+        yield f"- {machine}: {', '.join(case['model'] for case in cases if case['machine'] == machine)}"
+    yield "\nCommands:\n"
     for command in dict.fromkeys(case["command"] for case in cases):
         yield f"- `{command}`"
 
