@@ -326,6 +326,59 @@ def test_no_value_grows_on_the_data_that_were_seen(tmp_path: Path) -> None:
     assert difference(before, after, x) < 1e-6
 
 
+def idle_net(folder: Path, between: str = "Relu", **bounds: float) -> tuple[Path, Any]:
+    """Save a net whose hidden channels 0 and 1 no sample wakes; their columns are far larger than the others become."""
+    uneven = scales(WIDTH)
+    weights = {
+        "w": normal(3, WIDTH) * uneven,
+        "b": np.zeros(WIDTH, np.float32),
+        "v": normal(WIDTH, 4, seed=1) / uneven[:, None],
+    }
+    weights["b"][:2], weights["v"][:2] = -100, weights["v"][2:].max() * normal(2, 4, seed=2)
+    weights |= {name: np.float32(value) for name, value in bounds.items()}
+    extra = "".join(f" {name}" for name in bounds)
+    nodes = [
+        node("MatMul", "x w", "a"),
+        node("Add", "a b", "c"),
+        node(between, f"c{extra}", "r"),
+        node("MatMul", "r v", "y"),
+    ]
+    return save_graph(folder, nodes, weights, x=("n", 3)), normal(256, 3, seed=7)
+
+
+def test_columns_of_channels_that_nothing_wakes_match_the_median_live_one(tmp_path: Path) -> None:
+    before, x = idle_net(tmp_path)
+    after, _ = written(before, measure_ranges(before, x, "r", axis=-1))
+    columns = np.abs(products.find(edit.load(after))[1].weights()).max(axis=(0, 2))
+    np.testing.assert_allclose(columns[:2], np.sort(columns[2:])[1], rtol=1e-2)
+    assert difference(before, after, x) < 1e-5
+    awake = 1e7 * x  # wakes them
+    assert (evaluate(before, awake, "r")["r"][:, :2] > 0).any(axis=0).all()
+    assert difference(before, after, awake) < 1e-5
+
+
+def test_a_factor_of_a_channel_that_nothing_wakes_has_a_limit(tmp_path: Path) -> None:
+    before, x = idle_net(tmp_path)
+    model = edit.load(before)
+    huge = np.ones((WIDTH, 1), np.float32)
+    huge[0] = 1e6
+    products.find(model)[1].scale(inputs=huge[:, 0])
+    edit.save(model, tmp_path)
+    after, _ = written(tmp_path / edit.FILE, measure_ranges(tmp_path / edit.FILE, x, "r", axis=-1))
+    first, second = ([one.weights() for one in products.find(edit.load(path))] for path in (before, after))
+    np.testing.assert_allclose(second[0][0], first[0][0] * 1024, rtol=1e-5)
+
+
+def test_what_nothing_wakes_does_not_come_nearer_to_the_bound_of_a_clip(tmp_path: Path) -> None:
+    before, x = idle_net(tmp_path, "Clip", low=0, high=1)
+    ranges = measure_ranges(before, x, "r", axis=-1)
+    after, done = written(before, ranges)
+    assert (done.ties, done.clips_replaced) == (1, 0)
+    assert difference(before, after, x) < 1e-5
+    rows, given = (np.abs(products.find(edit.load(path))[0].weights()[:2]) for path in (after, before))
+    assert (rows <= 1.0001 * given).all()
+
+
 def applied(path: Path, out: Path, records: Mapping[str, Artifact] | None = None, **options: Any) -> Effect:
     out.mkdir(parents=True)
     return run_pass(CrossLayerEqualization(**options), artifact(path), out, lambda text: None, records or {})

@@ -8,8 +8,10 @@ Nagel, van Baalen, Blankevoort, Welling: Data-Free Quantization Through Weight E
 wherever f(s·x) = s·f(x). With r₁ and r₂ the ranges of a channel in both weights, s = √(r₁/r₂) makes them equal.
 
 Beyond the paper: where ranges of real data are known, no channel is made larger than the largest one is already, as
-the scale that all of them share would grow with it. A Clip (ReLU6) is only passed by channels that stay below its
-bound, on those data and by some margin after they were scaled.
+the scale that all of them share would grow with it. Of a channel that is 0 throughout these data, as some are behind a
+ReLU, the weights that read it become as large as the median of the others: larger ones would set the scale of a row
+for nothing, and much smaller ones would make the channel large once other data wake it. A Clip (ReLU6) is only passed
+by channels that stay below its bound, on those data and by some margin after they were scaled.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -74,6 +76,10 @@ class _Limits:
     unbounded: "tuple[tuple[ir.Node, Labels], ...]"
     clipped: Array
     """Labels that stay, as it is not known where a Clip cuts."""
+    idle: Array
+    """Labels whose channels are 0 wherever something is known of them."""
+    live: "dict[ir.Node, Array]"
+    """For products of which that is known: which of their inputs are ever anything but 0."""
 
     @classmethod
     def find(cls, channel_labels: ChannelLabels, ranges: Ranges | None) -> Self:
@@ -81,11 +87,13 @@ class _Limits:
             np.full(channel_labels.count, 1 / _LARGEST_FACTOR),
             np.full(channel_labels.count, _LARGEST_FACTOR),
         )
+        seen, awake, live = *np.zeros((2, channel_labels.count), bool), dict[ir.Node, Array]()
         for product, read in channel_labels.readers:
             magnitudes = _find_inputs(product, ranges)
-            # no channel grows beyond the largest, and one that was never alive stays
             if magnitudes is not None and magnitudes.max() > 0:
-                np.maximum.at(smallest, read, np.where(magnitudes > 0, magnitudes / magnitudes.max(), 1))
+                np.maximum.at(smallest, read, magnitudes / magnitudes.max())  # no channel grows beyond the largest
+                live[product.node] = magnitudes > 0
+                seen[read], awake[read[magnitudes > 0]] = True, True
         clipped, gone = np.zeros(channel_labels.count, bool), []
         for clip, passed in channel_labels.clips:
             channels, bound = passed.reshape(-1), _bound(clip)
@@ -101,9 +109,10 @@ class _Limits:
                 gone.append((clip, channels))
             else:
                 cut = reached >= bound
-                np.maximum.at(smallest, channels, np.where(cut, 1, reached / (_HEADROOM * bound)))
+                stays = cut | (reached == 0)  # of what is idle, nothing shows how far it is from the bound
+                np.maximum.at(smallest, channels, np.where(stays, 1, reached / (_HEADROOM * bound)))
                 np.minimum.at(largest, channels, np.where(cut, 1, np.inf))
-        return cls(np.minimum(smallest, 1), largest, tuple(gone), clipped)
+        return cls(np.minimum(smallest, 1), largest, tuple(gone), clipped, seen & ~awake, live)
 
 
 class _Equalizer:
@@ -133,14 +142,28 @@ class _Equalizer:
     def settle(self, each: "_ChannelSet") -> float:
         """Make the ranges on both sides equal, as far as the limits allow; return the largest relative change."""
         outputs, inputs = each.measure_sides(self._magnitudes)
-        alive = _alive(outputs) & _alive(inputs)
         factors, limits = self._factors[each.labels], self._limits
-        wanted = factors * np.sqrt(np.where(alive, outputs, 1) / np.where(alive, inputs, 1))
-        settled = np.clip(wanted, limits.smallest[each.labels], limits.largest[each.labels])
-        change = np.where(alive, settled, factors) / factors
+        idle = limits.idle[each.labels]
+        alive = _alive(outputs) & _alive(inputs) & ~idle
+        ratios = np.sqrt(np.where(alive, outputs, 1) / np.where(alive, inputs, 1))
+        if idle.any():
+            ratios[idle] = self._match_idle(each)[idle]
+        settled = np.clip(factors * ratios, limits.smallest[each.labels], limits.largest[each.labels])
+        change = np.where(alive | idle, settled, factors) / factors
         self._factors[each.labels] *= change
         each.divide(self._magnitudes, change)
         return float(np.abs(change - 1).max())
+
+    def _match_idle(self, each: "_ChannelSet") -> Array:
+        """Compute by what the columns of channels have to be multiplied to match live ones, in all that read them."""
+        least = np.full(len(each.labels), np.inf)
+        for part in each.readers:
+            live = self._limits.live.get(part.product.node)
+            if live is not None:
+                columns = _by_input(part.product, self._magnitudes[part.product.node])
+                matched = products.match_columns(columns, live.reshape(columns.shape))
+                np.minimum.at(least, part.places, matched.reshape(-1)[part.channels])
+        return np.where(np.isfinite(least), least, 1)
 
     def measure_ratio(self) -> float:
         """Compute the largest ratio of a channel's range to another's in the same set."""
@@ -216,7 +239,7 @@ class _ChannelSet:
             np.maximum.at(written, part.places, largest * part.passed)
         for part in self.readers:
             largest = _by_input(part.product, magnitudes[part.product.node])
-            np.maximum.at(read, part.places, largest[part.channels])
+            np.maximum.at(read, part.places, largest.reshape(-1)[part.channels])
         return written, read
 
     def divide(self, magnitudes: "dict[ir.Node, Array]", factors: Array) -> None:
@@ -265,9 +288,9 @@ def _bound(clip: "ir.Node") -> float | None:
 
 
 def _by_input(product: Product, magnitudes: Array) -> Array:
-    """Compute the largest magnitude of each input channel."""
+    """Compute the largest magnitude of each input channel: groups × inputs of a group."""
     largest: Array = magnitudes.reshape(product.groups, -1, magnitudes.shape[1]).max(axis=1)
-    return largest.reshape(-1)
+    return largest
 
 
 def _alive(magnitudes: Array) -> Array:

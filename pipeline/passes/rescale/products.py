@@ -142,6 +142,25 @@ def by_channel(node: "ir.Node", weight: Array) -> Array:
     return flat.reshape(groups, inputs, outputs, -1).swapaxes(1, 2).reshape(groups * outputs, inputs, -1)
 
 
+def match_columns(columns: Array, live: Array) -> Array:
+    """Compute by what each column of weights becomes as large as the median live one of its group.
+
+    A row of weights shares one scale, so columns of channels that are 0 throughout should not be those that set it.
+
+    Args:
+        columns: the largest magnitude of each, groups × inputs of a group
+        live: for each, whether its channel is ever anything but 0
+
+    Returns:
+        float64[groups, inputs of a group]; infinite for columns of zeros, and where no column of the group is live
+    """
+    ordered = np.sort(np.where(live & (columns > 0), columns, np.inf), axis=1)
+    counts = np.isfinite(ordered).sum(axis=1, keepdims=True)
+    middle = np.take_along_axis(ordered, np.maximum(counts - 1, 0) // 2, axis=1)
+    factors: Array = np.divide(middle, columns, out=np.full(columns.shape, np.inf), where=columns > 0)
+    return factors
+
+
 def inputs_first(node: "ir.Node") -> bool:
     """Tell whether a product's weight has the inputs before the outputs."""
     return node.op_type in ("ConvTranspose", "MatMul") or (

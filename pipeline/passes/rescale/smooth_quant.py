@@ -16,6 +16,7 @@ import math
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import chain
 from pathlib import Path
 from typing import Any, ClassVar, Literal, NamedTuple, Self
 
@@ -33,7 +34,7 @@ from enginesmith.pipeline.passes.quantize.quantizers import block_size, blocked
 from enginesmith.pipeline.passes.rescale import labels, products
 from enginesmith.pipeline.passes.rescale.axes import dims, find_axis, strip
 from enginesmith.pipeline.passes.rescale.labels import Labels
-from enginesmith.pipeline.passes.rescale.products import Product, inputs_first
+from enginesmith.pipeline.passes.rescale.products import Product, inputs_first, match_columns
 from enginesmith.pipeline.tensors import Array
 
 AWQ_EXPONENTS = (0.2, 0.4, 0.6, 0.8)
@@ -62,14 +63,16 @@ def choose_smooth(
     """Find the best factors for int8 of weights that meet the same activation; ones if none helps.
 
     Weights are groups × outputs × inputs × places in the kernel. ``error`` is that of factors, where it is more than
-    that of these products.
+    that of these products. Channels that are 0 throughout get factors of their own, also where no others help.
     """
     amax = np.array(statistics.amax)
-    largest = np.max([np.abs(weight).max(axis=(1, 3)).reshape(-1) for weight in weights], axis=0)
+    columns = _find_columns(weights)
+    largest = np.max(columns, axis=0).reshape(-1)
     alive = (amax > 0) & (largest > 0)
     base, met = np.where(alive, amax, 1.0), np.where(alive, largest, 1.0)
     tried = (np.where(alive, _limit(base**each / met ** (1 - each)), 1.0) for each in exponents)
-    return _best(len(amax), tried, error or (lambda factors: _int8_error(weights, factors, statistics)))
+    matched = (_match_idle(columns, factors, amax > 0) for factors in chain([np.ones(len(amax))], tried))
+    return _best(len(amax), matched, error or (lambda factors: _int8_error(weights, factors, statistics)))
 
 
 def smooth_exponents(*, few: bool) -> tuple[float, ...]:
@@ -89,7 +92,7 @@ def choose_awq(
 ) -> Choice:
     """Find the best factors for int4 by blocks of inputs; ones if none helps, or the inputs do not divide into blocks.
 
-    The largest and smallest factor are center around 1; dead channels stay at 1.
+    The largest and smallest factor are center around 1, but for those of channels that are 0 throughout.
     """
     absolute = np.array(statistics.mean_absolute)
     alive, ones = absolute > 0, np.ones(len(absolute))
@@ -101,8 +104,23 @@ def choose_awq(
             return ones
         return np.where(alive, _limit(values / np.sqrt(values[alive].max() * values[alive].min())), 1.0)
 
-    tried = (center(np.where(alive, absolute, 1.0) ** each) for each in exponents)
+    columns = _find_columns(weights)
+    tried = (_match_idle(columns, center(np.where(alive, absolute, 1.0) ** each), alive) for each in exponents)
     return _best(len(absolute), tried, error or (lambda factors: _int4_error(weights, factors, statistics)))
+
+
+def _find_columns(weights: Sequence[Array]) -> list[Array]:
+    """Compute the largest magnitude of each column of some weights: groups × inputs."""
+    return [np.abs(weight).max(axis=(1, 3)) for weight in weights]
+
+
+def _match_idle(columns: Sequence[Array], factors: Array, live: Array) -> Array:
+    """Put factors in place of those of channels that are 0 throughout, so that their columns match the others."""
+    if live.all():
+        return factors
+    scaled = (each * factors.reshape(each.shape) for each in columns)
+    matched = np.min([match_columns(each, live.reshape(each.shape)) for each in scaled], axis=0).reshape(-1)
+    return np.where(live | np.isinf(matched), factors, _limit(matched))
 
 
 def _best(count: int, tried: Iterable[Array], error: Callable[[Array], float]) -> Choice:
