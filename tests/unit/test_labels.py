@@ -14,6 +14,8 @@ from graphs import Weights, node, normal, run_model, save_graph
 
 SIDE = 4
 OPERATORS = ("Conv", "depthwise", "Relu", "MaxPool", "bias", "half", "scale", "Add", "Mul", "excite", "Concat", "Split")
+OPERATORS += ("Sub", "Div", "sevenths", "normalize")
+REDUCTIONS = ("ReduceMean", "ReduceSum", "ReduceMax", "ReduceMin", "ReduceL1", "ReduceL2")
 OPERATORS += (
     "Pad",
     "shift",
@@ -23,7 +25,7 @@ OPERATORS += (
     "Gather",
     "Sigmoid",
     "MatMul",
-    "mean",
+    "reduce",
     "LayerNormalization",
     "Clip",
     "experts",
@@ -111,7 +113,16 @@ class RandomGraph:
                 self.add("Mul", f"{self.normal(1, count, 1, 1)} {value}", count)
             case "half":
                 self.add("Mul", f"{value} half", count)
-            case "Add" | "Mul":
+            case "sevenths":
+                self.add("Div", f"{value} {self.constant(np.float32(7))}", count)
+            case "Div":
+                divisor = self.add("Add", f"{self.add('Sigmoid', self.pick(count))} half")
+                self.add(word, f"{value} {divisor}", count)
+            case "normalize":
+                apart = self.add("Sub", f"{value} {self.add('ReduceMean', f'{value} axis')}")
+                size = self.add("Add", f"{self.add('ReduceL2', f'{apart} axis')} half")
+                self.add("Mul", f"{self.add('Div', f'{apart} {size}')} {self.normal(1, count, 1, 1)}", count)
+            case "Add" | "Mul" | "Sub":
                 self.add(word, f"{value} {self.pick(count)}", count)
             case "excite":
                 gate = self.add("GlobalAveragePool", value)
@@ -141,9 +152,9 @@ class RandomGraph:
                 self.add("Transpose", self.add(word, f"{last} {weight}"), width, perm=[0, 3, 1, 2])
             case "experts":
                 self.ask_experts(value, count)
-            case "mean":
-                mean = self.add("ReduceMean", f"{value} places", keepdims=0)
-                apart = self.add("Unsqueeze", f"{mean} places")
+            case "reduce":
+                reduced = self.add(str(self.rng.choice(REDUCTIONS)), f"{value} places", keepdims=0)
+                apart = self.add("Unsqueeze", f"{reduced} places")
                 self.add("Add", f"{apart} {value}", count)
 
     def save(self, folder: Path) -> Path:
@@ -213,6 +224,87 @@ def test_factors_pass_what_fills_places_with_their_own(tmp_path: Path, between: 
     read = next(each for product, each in found.readers if product.node.outputs[0].name == "y")
     made = {int(label) for _, each in found.writers for label in each if not found.fixed[label]}
     assert (made.issuperset(read.tolist()) and len(set(read.tolist())) == len(read)) == free
+
+
+@pytest.mark.parametrize(
+    ("between", "free"),
+    [
+        *(([node(word, "a rows", "b", keepdims=kept)], True) for word in REDUCTIONS for kept in (0, 1)),
+        ([node("ReduceProd", "a rows", "b")], False),
+        ([node("Sigmoid", "a", "s"), node("ReduceSum", "s last", "t"), node("Div", "a t", "b")], False),
+        ([node("Sigmoid", "x", "s"), node("ReduceSum", "s last", "t"), node("Div", "a t", "b")], True),
+        ([node("Sigmoid", "x", "s"), node("ReduceMax", "s rows", "t"), node("Div", "t a", "b")], False),
+        ([node("Div", "a g", "b")], True),
+        ([node("Sub", "a g", "b")], True),
+        ([node("Sub", "g a", "b")], True),
+        ([node("ReduceMax", "a rows", "t"), node("Sub", "t a", "b")], True),
+        ([node("Sub", "a x", "b")], False),
+    ],
+)
+def test_factors_pass_reductions_differences_and_divisions(
+    tmp_path: Path, between: list[onnx.NodeProto], free: bool
+) -> None:
+    weights: Weights = {
+        "w": normal(4, 4),
+        "v": normal(4, 3),
+        "g": normal(4),
+        "rows": np.array([1]),
+        "last": np.array([-1]),
+    }
+    nodes = [node("MatMul", "x w", "a"), *between, node("MatMul", "b v", "y")]
+    path, x = save_graph(tmp_path, nodes, weights, x=("n", 5, 4)), {"x": normal(3, 5, 4)}
+    model, before = edit.load(path), run_model(ir.load(path), x)["y"]
+    found = labels.label(model, products.find(model))
+    read = next(each for product, each in found.readers if product.node.outputs[0].name == "y")
+    ended = {int(label) for _, each in found.sources for label in each.reshape(-1)}
+    assert (not found.fixed[read].any() and ended.isdisjoint(read.tolist()) and len(set(read.tolist())) == 4) == free
+    if free:
+        factors = np.ones(found.count)
+        factors[read] = 2.0 ** np.arange(4)
+        found.divide(factors)
+        np.testing.assert_allclose(run_model(model, x)["y"], before, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    "between",
+    [
+        [node("ReduceL2", "a last", "n"), node("Div", "a n", "b")],
+        [node("ReduceMax", "a last", "n"), node("Sigmoid", "x", "s"), node("Div", "n s", "b")],
+        [node("Sigmoid", "x", "s"), node("ReduceMax", "s rows", "n", keepdims=0), node("Div", "n a", "b")],
+    ],
+    ids=["another reader", "one number for all channels", "fewer axes"],
+)
+def test_a_multiplication_behind_a_division_can_scale_what_its_numerator_cannot(
+    tmp_path: Path, between: list[onnx.NodeProto]
+) -> None:
+    weights: Weights = {"w": normal(4, 4), "v": normal(4, 3), "rows": np.array([1]), "last": np.array([-1])}
+    nodes = [node("MatMul", "x w", "a"), *between, node("MatMul", "b v", "y")]
+    model = edit.load(save_graph(tmp_path, nodes, weights, x=("n", 5, 4)))
+    found = labels.label(model, products.find(model))
+    read = next(each for product, each in found.readers if product.node.outputs[0].name == "y")
+    assert not found.fixed[read].any()
+    assert [each.tolist() for value, each in found.sources if value.name == "b"] == [[[read.tolist()]]]
+
+
+@pytest.mark.parametrize(
+    "between",
+    [
+        [node("ReduceL2", "a last", "n"), node("Div", "a n", "b")],
+        [node("Sub", "a g", "s"), node("ReduceL2", "s last", "n"), node("Div", "s n", "b")],
+        [node("Neg", "a", "z"), node("Sub", "a g", "b")],
+    ],
+    ids=["norm", "difference and norm", "a stream"],
+)
+def test_the_scale_of_a_normalization_takes_the_factors(tmp_path: Path, between: list[onnx.NodeProto]) -> None:
+    """Channels before it are read by something else, too."""
+    weights: Weights = {"w": normal(4, 4), "v": normal(4, 3), "g": normal(4), "last": np.array([-1])}
+    nodes = [node("MatMul", "x w", "a"), *between, node("Mul", "b g", "c"), node("MatMul", "c v", "y")]
+    outputs = "y z" if between[0].op_type == "Neg" else "y"
+    model = edit.load(save_graph(tmp_path, nodes, weights, outputs, x=("n", 5, 4)))
+    found = labels.label(model, products.find(model))
+    read = next(each for product, each in found.readers if product.node.outputs[0].name == "y")
+    assert not found.fixed[read].any()
+    assert [each.tolist() for taker, _, each in found.constants if taker.op_type == "Mul"] == [[[read.tolist()]]]
 
 
 EXPERTS, INNER = 3, 4

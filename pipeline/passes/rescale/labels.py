@@ -274,6 +274,10 @@ def _find_scalable(graph: "ir.Graph", products: "Mapping[ir.Node, Product]") -> 
             )
         elif rule is None:
             scalable = False
+        elif node.op_type == "Div":
+            scalable = _is_only_for(node.inputs[0], values)
+        elif node.op_type == "Sub":
+            scalable = all(edit.is_factor(value) or _is_only_for(value, values) for value in node.inputs)
         else:
             carriers = range(len(node.inputs)) if rule.carriers is None else rule.carriers
             inputs = [node.inputs[index] for index in carriers if index < len(node.inputs)]
@@ -389,6 +393,19 @@ def _move_through_mul(labeling: _Labeling, node: "ir.Node") -> _Moved:
     return {wide[0]: labels} if wide else None
 
 
+def _move_through_div(labeling: _Labeling, node: "ir.Node") -> _Moved:
+    """Scale the numerator where it is as large as the output, and where nothing else reads it.
+
+    A normalization reads its numerator for the divisor, too: such channels are scaled behind it.
+    """
+    labels, (numerator, divisor) = labeling.get(node.outputs[0]), node.inputs
+    if not _is_only_for(numerator, labeling.scalable) or dims(numerator) != dims(node.outputs[0]):
+        return None
+    constant = edit.read(divisor)
+    inverse = None if constant is None or not constant.all() else 1 / constant.astype(np.float64)
+    return {0: labels if inverse is None else labeling.pass_factor(labels, inverse)}
+
+
 def _move_through_matmul(labeling: _Labeling, node: "ir.Node") -> _Moved:
     """Scale the columns of V in A·V, for every head on its own."""
     labels, value = labeling.get(node.outputs[0]), node.inputs[1]
@@ -419,8 +436,8 @@ def _move_through_normalization(labeling: _Labeling, node: "ir.Node") -> _Moved:
     return {}
 
 
-def _move_through_mean(labeling: _Labeling, node: "ir.Node") -> _Moved:
-    """Keep channels through a mean over other axes than theirs."""
+def _move_through_reduction(labeling: _Labeling, node: "ir.Node") -> _Moved:
+    """Keep channels through a mean, a sum, an extreme or a norm over other axes than theirs."""
     labels, rank = labeling.get(node.outputs[0]), len(dims(node.inputs[0]))
     axes = _attribute(node, "axes", ())  # in old opsets
     if len(node.inputs) > 1 and (given := edit.read(node.inputs[1])) is not None:
@@ -511,21 +528,23 @@ _RESIZED_IN_PLACE = ("half_pixel", "half_pixel_symmetric", "pytorch_half_pixel",
 """Ways of Resize by which an axis of scale 1 stays as it is."""
 _NORMALIZATIONS = ("LayerNormalization", "RMSNormalization")
 _POOLS = ("MaxPool", "AveragePool", "GlobalMaxPool", "GlobalAveragePool")
+_REDUCTIONS = ("ReduceMean", "ReduceSum", "ReduceMax", "ReduceMin", "ReduceL1", "ReduceL2")
 _RULES: Mapping[str, _Rule] = {
     **dict.fromkeys(("Relu", "LeakyRelu", "Identity"), _Rule(_keep)),
     **dict.fromkeys(_POOLS, _Rule(_move_through_pool)),
     **dict.fromkeys(("Flatten", "Reshape", "Squeeze", "Unsqueeze"), _Rule(_move_through_reshape)),
     **dict.fromkeys(_NORMALIZATIONS, _Rule(_move_through_normalization)),
-    "Add": _Rule(_move_through_add, None),
+    **dict.fromkeys(_REDUCTIONS, _Rule(_move_through_reduction)),
+    **dict.fromkeys(("Add", "Sub"), _Rule(_move_through_add, None)),
     "Attention": _Rule(_move_through_attention, (2,)),
     "Clip": _Rule(_move_through_clip),
     "Concat": _Rule(_move_through_concat, None),
+    "Div": _Rule(_move_through_div),
     "Gather": _Rule(_move_through_gather),
     "MatMul": _Rule(_move_through_matmul, (1,)),
     "Mul": _Rule(_move_through_mul),
     "PRelu": _Rule(_move_through_prelu),
     "Pad": _Rule(_move_through_pad),
-    "ReduceMean": _Rule(_move_through_mean),
     "Resize": _Rule(_move_through_resize),
     "Slice": _Rule(_move_through_slice),
     "Split": _Rule(_move_through_split),
