@@ -115,17 +115,18 @@ def test_ranges_agree_in_both_weights_of_a_pair(tmp_path: Path) -> None:
     np.testing.assert_allclose(third.max(axis=(0, 2)), inner, rtol=1e-2)
 
 
-def test_a_constant_behind_a_writer_counts_as_written(tmp_path: Path) -> None:
+@pytest.mark.parametrize("operator", ["Mul", "Div"])
+def test_a_constant_behind_a_writer_counts_as_written(tmp_path: Path, operator: str) -> None:
     """Layer scale on one of the branches that a stream adds up: its weight is large, what it adds is not."""
     s, q = scales(WIDTH), scales(WIDTH, 4.0)[::-1]
     weights = {
         "w1": normal(3, WIDTH) * s,
         "w2": normal(3, WIDTH, seed=1) / q,
-        "g": np.array(-s * q),
+        "g": np.array(-s * q if operator == "Mul" else -1 / (s * q)),
         "one": np.float32(-0.5),
         "w3": normal(WIDTH, 4, seed=2) / s[:, None],
     }
-    nodes = [node("MatMul", "x w1", "a"), node("MatMul", "x w2", "b"), node("Mul", "b g", "c")]
+    nodes = [node("MatMul", "x w1", "a"), node("MatMul", "x w2", "b"), node(operator, "b g", "c")]
     nodes += [node("Mul", "one c", "d"), node("Add", "a d", "e"), node("MatMul", "e w3", "y")]
     before = save_graph(tmp_path, nodes, weights, x=("n", 3))
     after, done = written(before)
