@@ -40,6 +40,7 @@ from enginesmith.pipeline.workflows.earlier_searches import (
 
 SIGNS, CORRECTIONS, METHODS = (True, False), (False, True), ("mse", "minmax")
 GIVEN, RESCALED = Setting(method="mse"), Setting(form="rescaled", method="mse")
+MULTIPLIED = Setting(form="multiplied", method="mse")
 CORRECTED = Setting(form="rescaled", corrected=True, method="mse")
 UNEVEN = {"Conv: uneven activations": 1.0}
 
@@ -54,15 +55,16 @@ def search(
     advice: Advice = NO_ADVICE,
     most: int = 40,
     groups: list[GroupFact] | None = None,
+    forms: Any = None,
 ) -> list[Trial]:
     trials: list[Trial] = []
     groups = groups or facts()
-    forms: Any = {"rescaled": groups, "given": groups}
+    forms = forms or {"rescaled": groups, "given": groups}
     while candidate := propose(trials, forms, METHODS, frozenset(), SIGNS, CORRECTIONS, advice):
         passed = judge(candidate)
         given = {name: getattr(candidate, name) for name in ("phase", "form", "signed", "method", "corrected", "why")}
         kept = tuple(sorted(candidate.kept))
-        error = 0.0 if passed else 2.0 if candidate.form == "given" else 1.0
+        error = 0.0 if passed else {"rescaled": 1.0, "multiplied": 1.5, "given": 2.0}[candidate.form]
         trials.append(Trial(**given, kept=kept, passed=passed, error=error))
         assert len(trials) <= most
     return trials
@@ -130,35 +132,39 @@ def test_advice_that_this_search_cannot_follow_is_ignored(first: Setting) -> Non
     assert search(judge, Advice(first=first, why="w")) == search(judge)
 
 
-def test_what_failed_again_and_again_is_not_tried_where_leaving_little_in_float_is_enough() -> None:
+@pytest.mark.parametrize("failed", [(RESCALED,), (GIVEN, CORRECTED), (RESCALED, MULTIPLIED, CORRECTED)])
+def test_what_failed_is_tried_later_before_any_group_stays_in_float(failed: tuple[Setting, ...]) -> None:
+    """Advice orders the trials, and takes none away."""
+
     def judge(one: Candidate) -> bool:
         return len(one.kept) >= 1
 
-    failed = (GIVEN, CORRECTED, Setting(form="rescaled", unsigned=True, method="mse"))
-    trials = search(judge, Advice(failed=failed))
-    assert settings(trials) == [RESCALED, Setting(form="rescaled", method="minmax")]
-    assert trials[-1].passed
+    forms = dict.fromkeys(("rescaled", "multiplied", "given"), facts())
+    usual, advised = search(judge, forms=forms), search(judge, Advice(failed=failed), forms=forms)
+    order = settings(advised)
+    assert set(order) == set(settings(usual))
+    assert [trial.phase for trial in advised][: len(order)] == ["everything"] * len(order)
+    of_forms, of_changes = order[:3], order[3:]
+    for part in (of_forms, of_changes):
+        assert part == sorted(part, key=lambda setting: setting in failed)
+    assert order != settings(usual)
+    assert best(advised, facts()) is not None
+    assert best(advised, facts()) == best(usual, facts())
 
 
-def test_it_is_tried_after_all_before_most_of_the_work_stays_in_float() -> None:
-    """Advice orders the trials, and takes no result away."""
+def test_a_form_in_which_all_groups_of_this_model_lose_little_is_not_put_off() -> None:
+    """A model's own groups tell more than what failed with others, for whatever reason."""
+    lifted, advice = facts(sqnr=40.0), Advice(failed=(RESCALED, MULTIPLIED))
 
     def judge(one: Candidate) -> bool:
-        return one.corrected or len(one.kept) >= 3
+        return one.form == "multiplied"
 
-    trials = search(judge, Advice(failed=(CORRECTED,)))
-    found = best(trials, facts())
-    assert found is not None
-    assert found.corrected
-    assert found.kept == ()
-    assert settings(trials)[-1] == CORRECTED
-
-
-def test_where_all_failed_one_is_tried_as_the_start_of_what_stays_in_float() -> None:
-    every = tuple(dict.fromkeys(settings(search(lambda one: one.phase != "everything"))))
-    trials = search(lambda one: one.phase != "everything", Advice(failed=every))
-    assert settings(trials) == [RESCALED]
-    assert trials[-1].passed
+    forms = {"rescaled": facts(), "multiplied": lifted, "given": facts()}
+    assert settings(search(judge, advice, forms=forms)) == [MULTIPLIED]
+    weak = dict.fromkeys(forms, facts())
+    assert settings(search(judge, advice, forms=weak)) == [GIVEN, RESCALED, MULTIPLIED]
+    unknown = {**weak, "multiplied": [group.model_copy(update={"sqnr_db": None}) for group in lifted]}
+    assert settings(search(judge, advice, forms=unknown)) == [GIVEN, RESCALED, MULTIPLIED]
 
 
 def test_as_many_groups_stay_in_float_first_as_were_enough() -> None:
@@ -166,12 +172,10 @@ def test_as_many_groups_stay_in_float_first_as_were_enough() -> None:
         return len(one.kept) >= 8
 
     groups = facts(16)
-    usual = search(judge, groups=groups)
-    failed = tuple(setting for setting in settings(usual) if setting != RESCALED)
-    advised = search(judge, Advice(first=RESCALED, float_share=0.5, failed=failed), groups=groups)
-    first = next(index for index, trial in enumerate(advised) if trial.passed)
-    assert (first, len(advised[first].kept)) == (1, 8)
-    assert next(index for index, trial in enumerate(usual) if trial.passed) > first
+    usual, advised = search(judge, groups=groups), search(judge, Advice(first=RESCALED, float_share=0.5), groups=groups)
+    first = next(trial for trial in advised if trial.phase == "sensitive")
+    assert (first.passed, len(first.kept)) == (True, 8)
+    assert not next(trial for trial in usual if trial.phase == "sensitive").passed
     assert len(best(advised, groups).kept) == len(best(usual, groups).kept)  # type: ignore[union-attr]
 
 

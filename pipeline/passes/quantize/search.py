@@ -14,8 +14,9 @@
 A graph that is lowered as a whole to float16 or bfloat16 has no settings: one trial with everything lowered, then 2.,
 where groups stay in float32; no speed is measured, so the search ends with the smallest number of groups that passes.
 
-Advice from earlier searches changes the order alone: a setting that worked comes first, and those that failed again and
-again come last, where all of this leaves most of the work in floating point.
+Advice from earlier searches changes the order alone: a setting that worked comes first. Forms of the graph that failed
+again and again come after the others, unless all groups of this model lose little in them; so do changes that failed,
+and all of this before any group stays in floating point.
 """
 
 import math
@@ -45,8 +46,6 @@ _MOST_OF_ERROR = 0.75
 """Share of all impacts that is taken away first: 6 dB."""
 _FLOAT_COST = 0.01
 """Share of the work that a group in floating point costs beside its own: changes of types around it."""
-_MOST_IN_FLOAT = 0.5
-"""Share of the work in floating point above which settings are tried that failed in earlier searches."""
 
 
 class GroupFact(BaseModel, frozen=True):
@@ -145,7 +144,7 @@ class Advice(BaseModel, frozen=True, extra="forbid"):
     float_share: float = Field(0.0, ge=0, lt=1)
     """Share of the groups that stayed in floating point with it."""
     failed: tuple[Setting, ...] = ()
-    """Settings that failed again and again."""
+    """Settings that failed again and again: they are put off."""
     why: str = ""
     """Reason for what is first, for people."""
 
@@ -191,17 +190,11 @@ def propose(
     forms = {form: [group for group in groups if not group.reason] for form, groups in forms.items()}
     everything = [trial for trial in trials if trial.phase == "everything"]
 
-    def quantize_all(advice: Advice) -> Candidate | None:
-        if any(trial.passed for trial in everything):
-            return None
+    if not any(trial.passed for trial in everything):
         setting, why = _next_setting(everything, forms, methods, signs, corrections, advice)
-        if setting is None:
-            return None
-        signed = signs[setting.unsigned]
-        return Candidate("everything", setting.form, signed, setting.method, fixed, why, setting.corrected)
-
-    if candidate := quantize_all(advice):
-        return candidate
+        if setting is not None:
+            signed = signs[setting.unsigned]
+            return Candidate("everything", setting.form, signed, setting.method, fixed, why, setting.corrected)
     tried = {(trial.form, trial.signed, trial.method, frozenset(trial.kept)) for trial in trials}
     share = advice.float_share
     later = (
@@ -212,8 +205,7 @@ def propose(
     for new in later:
         if new and (new.form, new.signed, new.method, new.kept) not in tried:
             return new
-    mostly = _least_float_share(trials, forms["given"]) > _MOST_IN_FLOAT
-    return quantize_all(advice.model_copy(update={"failed": ()})) if mostly else None
+    return None
 
 
 def _next_setting(
@@ -226,10 +218,13 @@ def _next_setting(
 ) -> tuple[Setting | None, str]:
     """Choose the setting of one more trial with everything quantized, and say why.
 
-    The one that worked for others comes first; then all forms; then one change at a time of what lost least so far.
+    The one that worked for others comes first; then all forms; then one change at a time of what lost least so far. Of
+    the forms and of the changes, what failed for others comes last.
     """
     tried = [Setting.of(trial, signs) for trial in everything]
     usual = [Setting(form=form, corrected=corrections[0], method=methods[0]) for form in forms]
+    plain = usual[0]
+    usual.sort(key=lambda setting: setting in advice.failed and not _lose_little(forms[setting.form]))
     first = advice.first
     advised = first is not None and (
         first.form in forms
@@ -250,30 +245,25 @@ def _next_setting(
         changes += [("single peaks", {"method": method}) for method in methods[1:] if method not in used]
         cause = _find_main_cause(forms[nearest.form])
         changes.sort(key=lambda change: change[0] != cause)
-        options += [nearest.model_copy(update=change) for _, change in changes]
-    fresh = [setting for setting in options if setting not in tried]
-    wanted = [setting for setting in fresh if setting not in advice.failed]
-    if not wanted and not everything:  # what stays in floating point is found by a trial without
-        wanted = fresh
-    if not wanted:
+        changed = [nearest.model_copy(update=change) for _, change in changes]
+        options += sorted(changed, key=lambda setting: setting in advice.failed)
+    chosen = next((setting for setting in options if setting not in tried), None)
+    if chosen is None:
         return None, ""
-    chosen = wanted[0]
-    moved = chosen == first and chosen != usual[0] and not everything
+    moved = chosen == first and chosen != plain and not everything
     return chosen, f"{chosen.describe()}; {advice.why}" if moved else chosen.describe()
+
+
+def _lose_little(groups: Sequence[GroupFact]) -> bool:
+    """Tell whether all groups lose little, as far as that was measured."""
+    known = [group.sqnr_db for group in groups if group.sqnr_db is not None]
+    return bool(known) and min(known) >= WEAK_DB
 
 
 def _find_main_cause(groups: Sequence[GroupFact]) -> Cause:
     """Find the cause for which most of the groups that lose much do so."""
     causes = Counter(group.pattern for group in groups if group.sqnr_db is not None and group.sqnr_db < WEAK_DB)
     return causes.most_common(1)[0][0] if causes else "unknown"
-
-
-def _least_float_share(trials: Sequence[Trial], groups: Sequence[GroupFact]) -> float:
-    """Return the smallest share of the work in floating point with which a trial passed, 1 if none did."""
-    work = {group.name: group.macs for group in groups}
-    total = sum(work.values()) or 1
-    shares = (sum(work.get(name, 0) for name in trial.kept) / total for trial in trials if trial.passed)
-    return min(shares, default=1.0)
 
 
 def best(trials: Sequence[Trial], groups: Sequence[GroupFact]) -> Trial | None:
