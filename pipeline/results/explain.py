@@ -192,6 +192,10 @@ def _gpu_support(low: str, where: Device, gpus: Sequence[Mapping[str, Any]]) -> 
 
 # Single groups: what they lost, why, and what was done about it.
 
+_ONE_BIT_DB = 6.0
+"""Gain in SQNR from which on rescaling has helped a group that still loses much: that of one more bit."""
+_ALL_THE_SAME = " the goal is reached all the same"
+
 
 @dataclass(frozen=True)
 class GroupLoss:
@@ -233,7 +237,7 @@ def _rank(group: Assignment) -> tuple[float, float, int]:
 
 
 def _is_weak(group: Assignment) -> bool:
-    return group.given_sqnr_db is not None and group.given_sqnr_db < WEAK_DB
+    return any(sqnr is not None and sqnr < WEAK_DB for sqnr in (group.given_sqnr_db, group.sqnr_db))
 
 
 def _explain_group(group: Assignment, record: VariantRecord, low: str | None, total: int) -> GroupLoss:
@@ -244,8 +248,24 @@ def _explain_group(group: Assignment, record: VariantRecord, low: str | None, to
             alone = f"in {low} alone" if record.precision in HALF else "quantized alone"
             remedy += f"; {alone}, it changes the answers by {format_percent(group.answer_change)}"
         return GroupLoss(group, remedy, f"{share} of the multiply-adds")
-    remedy = FORM_WORDS.get(group.form, "")
+    helped, still = _tell_gain(group)
+    remedy = FORM_WORDS.get(group.form, "") if helped else ""
+    cost = (
+        "a multiplication where no operator takes the factors" if remedy and group.form == "multiplied" else "nothing"
+    )
     if any(recovery.subject == "int8" for recovery in record.recovery):
-        remedy = f"{remedy}, then trained" if remedy else "trained"
-    cost = "a multiplication where no operator takes the factors" if group.form == "multiplied" else "nothing"
-    return GroupLoss(group, remedy or "none: the goal is reached all the same", cost)
+        return GroupLoss(group, f"{remedy}, then trained" if remedy else "trained", cost)
+    reached = "" if record.search and not any(step.passed for step in record.search) else _ALL_THE_SAME
+    if not remedy:
+        remedy = f"none found{reached and ':'}{reached}{still and f', with {still}'}"
+    elif still:
+        remedy = f"{remedy}: still {still}{reached and ','}{reached}"
+    return GroupLoss(group, remedy, cost)
+
+
+def _tell_gain(group: Assignment) -> tuple[bool, str]:
+    """Tell whether the form of the graph lifted a group, and what SQNR it has where that is still little."""
+    before, after = group.given_sqnr_db, group.sqnr_db
+    if after is None or after >= WEAK_DB:
+        return True, ""
+    return before is not None and after >= before + _ONE_BIT_DB, f"{round(after, 1) + 0.0:.1f} dB"

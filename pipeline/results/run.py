@@ -114,10 +114,11 @@ class Assignment(BaseModel, frozen=True):
     """The SQNR in the graph as it was given."""
     answer_change: float | None = None
     """Root of the energy of what changes in the answers where it alone is quantized, of theirs: of all, of a part in
-    another unit, or in the mean over samples, whichever is most. None where that was not measured, as where everything
-    can be."""
+    another unit, or in the mean over samples, whichever is most. Where all answers are near a constant, it is of what
+    they vary by. None where that was not measured, as where everything can be."""
     cause: str = ""
-    """Says what makes it lose much, where it does: its numbers, its samples, or what reads its result."""
+    """Says what makes it lose much, where it does: its numbers, its samples, or what reads its result. It is that in
+    the graph that was quantized, and in the given one for groups that rescaling lifted."""
 
 
 class SearchStep(BaseModel, frozen=True):

@@ -331,7 +331,7 @@ class Assign(Task):
         reasons = {name: _explain_kept(name, chosen, trials, end) for name in chosen.kept}
         reasons |= dict.fromkeys(find_kept(self.keep, groups), "asked for")
         impacts = next((trial.impacts for trial in trials if trial.impacts), {})
-        rows = _with_causes(assignment(groups, chosen, self.step, reasons), forms["given"], impacts)
+        rows = _with_causes(assignment(groups, chosen, self.step, reasons), forms, chosen, impacts)
         low = self.step.precision.partition("+")[0]
         quantized = count_quantized(chosen, groups)
         summary = f"{quantized} of {len(groups)} groups {'quantized' if chosen.method else f'in {low}'}"
@@ -413,18 +413,27 @@ def _is_needed(name: str, chosen: Trial, trials: Sequence[Trial]) -> bool:
 
 
 def _with_causes(
-    rows: list[dict[str, Any]], given: Sequence[GroupFact], impacts: Mapping[str, float]
+    rows: list[dict[str, Any]], forms: Groups, chosen: Trial, impacts: Mapping[str, float]
 ) -> list[dict[str, Any]]:
-    """Add what each group lost in the graph as it was given; and why, if that is much, or changes the answers much."""
-    facts = {group.name: group for group in given}
-    lost = {name for name, fact in facts.items() if fact.sqnr_db is not None and fact.sqnr_db < WEAK_DB}
-    lost |= {name for name, energy in impacts.items() if to_decibels(energy) < WEAK_DB}
-    return [
-        {**row, "cause": facts[name].cause if name in lost else "", "given_sqnr_db": facts[name].sqnr_db}
-        if (name := row["group"]) in facts
-        else row
-        for row in rows
-    ]
+    """Add what each group lost in the graph as it was given; and why, if it loses much, or changes the answers much.
+
+    Of a group that was lifted by rescaling and is in few bits, that is the reason in the graph as it was given; of
+    others, what is left in the graph that was chosen.
+    """
+    given, final = ({group.name: group for group in forms[form]} for form in ("given", chosen.form))
+    changing = {name for name, energy in impacts.items() if to_decibels(energy) < WEAK_DB}
+    changes = dict[str, dict[str, Any]]()
+    for name in given.keys() & final.keys():
+        was_weak, is_weak = (_is_weak(facts[name]) for facts in (given, final))
+        remains = is_weak or name in chosen.kept or not was_weak
+        lost = was_weak or is_weak or name in changing
+        cause = (final if remains else given)[name].cause if lost else ""
+        changes[name] = {"cause": cause, "given_sqnr_db": given[name].sqnr_db}
+    return [row | changes.get(row["group"], {}) for row in rows]
+
+
+def _is_weak(group: GroupFact) -> bool:
+    return group.sqnr_db is not None and group.sqnr_db < WEAK_DB
 
 
 def assignment(

@@ -173,6 +173,37 @@ def test_unlike_samples_explain_a_group_that_loses_little_of_all_together() -> N
         assert explain_loss(node, None, other) == ("unknown", "")
 
 
+def test_the_cause_of_what_still_loses_or_stays_in_float_is_that_in_the_graph_that_was_chosen(tmp_path: Path) -> None:
+    def list_facts(form: str, *sqnrs_db: float) -> list[GroupFact]:
+        names = ("lifted", "stays", "bad", "worse", "fine")
+        return [
+            GroupFact(name=name, module="", kind="MatMul", macs=1, sqnr_db=db, cause=f"{name} in {form}")
+            for name, db in zip(names, sqnrs_db, strict=True)
+        ]
+
+    for folder in ("given", "rescaled", "trials", "assigned"):
+        (tmp_path / folder).mkdir()
+    write_records(tmp_path / "given", list_facts("given", 9.0, 9.0, 9.0, 50.0, 50.0))
+    write_records(tmp_path / "rescaled", list_facts("rescaled", 50.0, 50.0, 12.0, 12.0, 50.0))
+    trial = Trial(
+        passed=True, error=0, phase="sensitive", form="rescaled", method="mse", kept=("stays",), why="",
+        impacts={"lifted": 0.26, "stays": 0.3},
+    )  # fmt: skip
+    write_records(tmp_path / "trials", [trial])
+    inputs = {SENSITIVITY: "given", "rescaled": "rescaled", trial_role(1): "trials"}
+    records = {role: record(tmp_path / folder / RECORDS) for role, folder in inputs.items()}
+    step = Precision(precision="int8", placement="inputs+read outputs", method="minmax")
+    effect = Assign(step=step, keep=()).run(records, tmp_path / "assigned", lambda _: None)
+    rows = json.loads((tmp_path / "assigned" / effect.file).read_bytes())
+    assert {row["group"]: (row["cause"], row["given_sqnr_db"]) for row in rows} == {
+        "lifted": ("lifted in given", 9.0),
+        "stays": ("stays in rescaled", 9.0),
+        "bad": ("bad in rescaled", 9.0),
+        "worse": ("worse in rescaled", 50.0),
+        "fine": ("", 50.0),
+    }
+
+
 def test_a_cause_is_shown_of_groups_that_lose_much_or_change_the_answers_much(tmp_path: Path) -> None:
     for folder in ("facts", "trials", "assigned"):
         (tmp_path / folder).mkdir()

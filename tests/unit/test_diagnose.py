@@ -12,7 +12,7 @@ from enginesmith.pipeline.passes.quantize.causes import explain_loss
 from enginesmith.pipeline.passes.quantize.layerwise_error import OwnError
 from enginesmith.pipeline.report import run_tables, terminal
 from enginesmith.pipeline.results.explain import choose_explained, list_losses
-from enginesmith.pipeline.results.run import Assignment, VariantRecord
+from enginesmith.pipeline.results.run import Assignment, SearchStep, VariantRecord
 from graphs import normal, parse_graph
 from runs import RECOVERY, small, variant
 
@@ -124,7 +124,7 @@ def test_what_loses_most_comes_first_with_its_remedy_and_cost() -> None:
 @pytest.mark.parametrize(
     ("form", "trained", "remedy"),
     [
-        ("given", False, "none: the goal is reached all the same"),
+        ("given", False, "none found: the goal is reached all the same"),
         ("given", True, "trained"),
         ("multiplied", True, "channels rescaled by multiplications, then trained"),
     ],
@@ -133,6 +133,38 @@ def test_remedies_are_named(form: str, trained: bool, remedy: str) -> None:
     recovery: tuple[Recovery, ...] = (RECOVERY.model_copy(update={"subject": "int8"}),) if trained else ()
     (loss,) = list_losses(quantized(WEAK.model_copy(update={"form": form}), recovery=recovery))
     assert loss.remedy == remedy
+
+
+@pytest.mark.parametrize(
+    ("form", "sqnr_db", "passed", "remedy", "cost"),
+    [
+        ("rescaled", -0.03, True, "none found: the goal is reached all the same, with 0.0 dB", "nothing"),
+        ("multiplied", 5.0, True, "none found: the goal is reached all the same, with 5.0 dB", "nothing"),
+        ("given", 4.0, True, "none found: the goal is reached all the same, with 4.0 dB", "nothing"),
+        ("rescaled", 4.0, False, "none found, with 4.0 dB", "nothing"),
+        (
+            "multiplied", 20.0, True,
+            "channels rescaled by multiplications: still 20.0 dB, the goal is reached all the same",
+            "a multiplication where no operator takes the factors",
+        ),
+        ("rescaled", 20.0, False, "channels rescaled: still 20.0 dB", "nothing"),
+        ("rescaled", 25.0, True, "channels rescaled", "nothing"),
+    ],
+)  # fmt: skip
+def test_a_form_that_did_not_lift_a_group_is_not_its_remedy(
+    form: str, sqnr_db: float, passed: bool, remedy: str, cost: str
+) -> None:
+    trial = SearchStep(step=1, quantized=1, kept=0, passed=passed, why="w")
+    group = WEAK.model_copy(update={"form": form, "sqnr_db": sqnr_db})
+    (loss,) = list_losses(quantized(group, search=(trial,)))
+    assert (loss.remedy, loss.cost) == (remedy, cost)
+
+
+def test_a_group_that_loses_much_only_after_rescaling_is_listed() -> None:
+    worse = FINE.model_copy(update={"form": "rescaled", "sqnr_db": 12.0})
+    assert [loss.remedy for loss in list_losses(quantized(worse))] == [
+        "none found: the goal is reached all the same, with 12.0 dB"
+    ]
 
 
 def test_the_winner_is_explained_if_it_is_quantized_else_the_first_that_is() -> None:
