@@ -127,7 +127,8 @@ class Quality(BaseModel, frozen=True):
 
         Of graded scores, the upper end of what the samples show has to be allowed. Where they are right or wrong, it
         takes a whole sample above what is allowed: of 96 samples a single one is a drop of 0.0104, and no sign that
-        0.01 is exceeded. The interval of a metric of all samples is wide likewise.
+        0.01 is exceeded. The interval of a metric of all samples is wide likewise. Where more samples would show that
+        the same drop is allowed, it is told how many.
         """
         drop, high = format_metric(self.drop), self.seen_high or 0.0
         if self.counted:
@@ -136,8 +137,16 @@ class Quality(BaseModel, frozen=True):
         if self.drop > max_drop:
             return f"the drop of {drop} is more than {max_drop:g}"
         if not self.whole and high > max_drop:
-            return f"the drop of {drop} may be up to {format_metric(high)}, which is more than {max_drop:g}"
+            excess = f"the drop of {drop} may be up to {format_metric(high)}, which is more than {max_drop:g}"
+            if self.drop == max_drop:
+                return excess
+            more = self._count_for(high - self.drop, max_drop - self.drop) - self.samples
+            return f"{excess}; if it stays, about {more} more samples for choosing are enough"
         return ""
+
+    def _count_for(self, half: float, wanted: float) -> int:
+        """Count the samples of graded scores with which half an interval is as small as wanted."""
+        return math.ceil(round(self.samples * (half / wanted) ** 2, 6))  # it shrinks with the root of the number
 
     def explain_width(self, max_drop: float) -> str:
         """Tell how many more samples it takes to see the largest allowed drop; empty where there are enough."""
@@ -147,7 +156,7 @@ class Quality(BaseModel, frozen=True):
         if half <= max_drop:
             return ""
         if self.worse is None or self.better is None:
-            needed = math.ceil(self.samples * (half / max_drop) ** 2)  # it shrinks with the root of the number
+            needed = self._count_for(half, max_drop)
         else:
             needed = count_for_width(max_drop, (self.worse + self.better) / self.samples)
         return (

@@ -543,7 +543,15 @@ def test_no_samples_and_no_logits(shape: tuple[int, ...], words: str) -> None:
         (True, 0.01, 0.1, 10, ""),
         (True, -0.5, 0.1, 10, ""),
         (False, 1 / 96, None, 96, "the drop of 0.0104 is more than 0.01"),
-        (False, 0.0067, 0.0127, 96, "the drop of 0.0067 may be up to 0.0127, which is more than 0.01"),
+        (
+            False,
+            0.0067,
+            0.0127,
+            96,
+            "the drop of 0.0067 may be up to 0.0127, which is more than 0.01; if it stays, about 222 more samples for "
+            "choosing are enough",
+        ),
+        (False, 0.01, 0.0127, 96, "the drop of 0.0100 may be up to 0.0127, which is more than 0.01"),
         (False, 0.0067, 0.0099, 96, ""),
         (False, 0.0067, None, 96, ""),
     ],
@@ -556,6 +564,17 @@ def test_a_loss_is_too_large_as_far_as_the_samples_tell(
         metric="m", value=0.9, baseline=0.9 + drop, drop=drop, drop_high=high, samples=samples, counted=counted
     )
     assert judged.explain_excess(0.01) == excess
+
+
+def test_as_many_samples_as_are_told_are_enough_for_a_drop_that_stays() -> None:
+    drops = np.tile([0.004, 0.004 + 0.1, 0.004 - 0.1], 32)
+    judged = Quality(
+        metric="m", value=0.9, baseline=0.904, drop=0.004, deviation=float(drops.std()), samples=drops.size
+    )
+    more = int(judged.explain_excess(0.01).split("about ")[1].split()[0])
+    enough = judged.model_copy(update={"samples": drops.size + more})
+    assert not enough.explain_excess(0.01)
+    assert enough.model_copy(update={"samples": enough.samples - 1}).explain_excess(0.01)
 
 
 @pytest.mark.parametrize(
