@@ -56,6 +56,7 @@ NET = """net (float[batch, 8] x) => (float[batch, 6] y) {
 RNG = np.random.default_rng(0)
 SHAPES = {"w": (8, 6), "v": (8, 6), "q": (6, 6), "u": (6,), "t": (6,)}
 WEIGHTS = {name: RNG.standard_normal(shape).astype(np.float32) for name, shape in SHAPES.items()}
+WEIGHTS["far"] = np.array(2000, np.float32)
 WEIGHTS["tiny"] = np.array(1e-3, np.float32)
 WEIGHTS["units"] = np.repeat(np.float32([1e4, 1]), [1, 5])
 WEIGHTS["heads"] = np.float32([[1, 0], *[[0, number] for number in (0.5, -0.3, 0.4, 0.2, -0.6)]])
@@ -145,6 +146,39 @@ def test_the_impact_of_a_group_is_what_it_alone_changes_in_the_answers(tmp_path:
     assert found["first"] == pytest.approx((error**2).sum() / energy.sum(), rel=1e-3)
     assert 0 < found["second"] < 1e-4 * found["first"]
     assert every
+
+
+def test_a_constant_in_all_answers_hides_no_impact(tmp_path: Path) -> None:
+    net = NET.replace("y = Add(m, s)", "n = Add(m, s)\n    y = Add(n, far)")
+    found, _ = measure(prepare(tmp_path, net))
+    (plain := tmp_path / "plain").mkdir()
+    energies, _ = measure(prepare(plain))
+    y = X @ (WEIGHTS["w"] + 1e-3 * WEIGHTS["v"])
+    assert found["first"] == pytest.approx(
+        energies["first"] * np.square(y).sum() / np.square(y - y.mean()).sum(), rel=0.01
+    )
+    assert found["second"] < 1e-4 * found["first"]
+
+
+@pytest.mark.parametrize(
+    ("answers", "offset"),
+    [
+        ([2000, 2002, 1998], 2000),
+        ([-2000, -2002, -1998], -2000),
+        ([0.1, 0.5, 0.9], 0),
+        ([3, -3, 1], 0),
+        ([2000, 2000, 2000], 0),
+        ([2000, 2000.001, 2000], 0),
+        ([2000, 2002, 1998, -np.inf, np.nan], 2000),
+        ([20, 22, 18, -1e9, -1e9], 20),
+        ([], 0),
+        ([np.inf], 0),
+    ],
+)
+def test_an_offset_is_a_constant_that_all_answers_are_near(answers: list[float], offset: float) -> None:
+    calls = np.float32(answers)
+    assert graph_forms.find_offset([calls]) == pytest.approx(offset)
+    assert graph_forms.find_offset([calls[:1], calls[1:]]) == pytest.approx(offset)
 
 
 BRANCH = "g () => (int64[batch] p) { p = ArgMax<axis=1, keepdims=0>(y) }"
