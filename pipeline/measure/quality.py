@@ -138,11 +138,19 @@ class Quality(BaseModel, frozen=True):
             return f"the drop of {drop} is more than {max_drop:g}"
         if not self.whole and high > max_drop:
             excess = f"the drop of {drop} may be up to {format_metric(high)}, which is more than {max_drop:g}"
-            if self.drop == max_drop:
-                return excess
-            more = self._count_for(high - self.drop, max_drop - self.drop) - self.samples
-            return f"{excess}; if it stays, about {more} more samples for choosing are enough"
+            more = self.count_missing(max_drop)
+            return f"{excess}; if it stays, about {more} more samples for choosing are enough" if more else excess
         return ""
+
+    def count_missing(self, max_drop: float) -> int:
+        """Count the samples that are missing to show that this drop of graded scores is allowed.
+
+        0 where there are enough, and where no number of samples shows that.
+        """
+        high = self.seen_high or 0.0
+        if self.counted or self.whole or high <= max_drop or self.drop >= max_drop:
+            return 0
+        return self._count_for(high - self.drop, max_drop - self.drop) - self.samples
 
     def _count_for(self, half: float, wanted: float) -> int:
         """Count the samples of graded scores with which half an interval is as small as wanted."""

@@ -88,19 +88,20 @@ class Goal(BaseModel, frozen=True, extra="forbid"):
         """Compare a graph or engine with the reference, and the metric on it with the baseline's."""
         with engine.load(artifact, device) as session:
             worst = self._compare(session, inputs[REFERENCE])
-            drop, high, reason = None, None, ""
+            drop, high, reason, missing = None, None, "", 0
             reads: tuple[Path, ...] = ()
             if worst.passed and self.quality and BASELINE in inputs:  # the metric takes long
                 quality, _, reads = self.quality.judge(session, inputs[BASELINE], progress, inputs[REFERENCE])
                 if not isinstance(quality, str):
                     drop, high, reason = quality.drop, quality.seen_high, self._judge_drop(quality)
+                    missing = quality.count_missing(self.max_drop or 0.0) if reason else 0
         sqnr = worst.sqnr_db
         reasons = [] if worst.passed else [self._describe_failure(worst)]
         reasons += [reason] if reason else []
         error = drop if drop is not None and self.max_drop is not None else _FAR - (-1e3 if sqnr is None else sqnr)
         why = "; ".join(reasons)
-        judged = Judgement(passed=not why, error=error, drop=drop, drop_high=high, sqnr_db=sqnr, reason=why)
-        return judged, reads
+        found = {"drop": drop, "drop_high": high, "sqnr_db": sqnr, "missing_samples": missing}
+        return Judgement(passed=not why, error=error, reason=why, **found), reads
 
     def _describe_failure(self, compared: Fidelity) -> str:
         """Describe what is too far from the reference, shortly where nothing but the SQNR of an output is too low."""
@@ -398,7 +399,10 @@ def _explain_kept(name: str, chosen: Trial, trials: Sequence[Trial], end: str) -
     if any(trial.passed and name not in trial.kept and len(trial.kept) < len(chosen.kept) for trial in trials):
         return "among the most sensitive groups; the goal is reached with it quantized, too, but slower"
     if _is_needed(name, chosen, trials):
-        return "among the most sensitive groups; the goal needs it"
+        failed = (trial for trial in trials if trial.missing_samples and name not in trial.kept)
+        missing = min((trial.missing_samples for trial in failed), default=0)
+        unless = f", unless about {missing} more samples for choosing show that the same drop is allowed without"
+        return f"among the most sensitive groups; the goal needs it{unless if missing else ''}"
     otherwise = "quantized with the others in floating point" if chosen.method else "lowered with the others in float32"
     return f"among the most sensitive groups; not tried {otherwise}, as {end}"
 

@@ -12,6 +12,7 @@ import onnx
 import onnx_ir as ir
 import pytest
 
+from enginesmith.calibration.options import PartOptions
 from enginesmith.calibration.ranges import METHODS, ChannelStatistics, Ranges, TensorRange
 from enginesmith.pipeline.artifact import Artifact
 from enginesmith.pipeline.engines import simulation
@@ -20,6 +21,7 @@ from enginesmith.pipeline.frameworks import samples
 from enginesmith.pipeline.frameworks.fidelity import measure_losses
 from enginesmith.pipeline.frameworks.onnx import edit, model_file
 from enginesmith.pipeline.frameworks.samples import Case, Samples
+from enginesmith.pipeline.measure.quality import Quality
 from enginesmith.pipeline.passes.quantize.activation_capture import open_activation_capture
 from enginesmith.pipeline.passes.quantize.layers import NothingToQuantize
 from enginesmith.pipeline.passes.quantize.layerwise_error import SWITCHES, add_switches
@@ -43,6 +45,7 @@ from enginesmith.pipeline.tasks.graph_forms import (
     measure_impacts,
 )
 from enginesmith.pipeline.tasks.mixed_precision import BEFORE, Assign, Goal, Search, trial_role
+from enginesmith.pipeline.tasks.quality import BASELINE
 from enginesmith.pipeline.tensors import ShapeRange
 from graphs import NOWHERE, normal, parse_graph, run_model, save_operator
 
@@ -467,6 +470,27 @@ def test_a_trial_names_the_bound_that_failed(tmp_path: Path, low: float, ranges:
     assert ("too little" in judged.reason) is (low == 0)
 
 
+@pytest.mark.parametrize(("deviation", "missing"), [(0.05, 171), (0.001, 0)])
+def test_a_trial_that_fails_for_lack_of_samples_tells_how_many_are_missing(
+    tmp_path: Path, deviation: float, missing: int
+) -> None:
+    rows = np.random.default_rng(0).standard_normal((4, 3)).astype(np.float32)
+    case = Case(points=("min",), sizes={"batch": 4}, batch=4)
+    samples.write(tmp_path, Samples(data="x", ranges={}, cases=(case,)))
+    for what, name in (("feeds", "x"), ("outputs", "y")):
+        samples.write_arrays(tmp_path, what, 0, {name: rows})
+    reference = Artifact(kind="reference", path=tmp_path / samples.RECORD, sha256="", bytes=0)
+    found = Quality(metric="m", value=0.9, baseline=0.904, drop=0.004, deviation=deviation, samples=96)
+    part = PartOptions(part="choice")
+    quality = SimpleNamespace(judge=lambda *_: (found, None, ()), data_options=part)
+    goal = Goal(threshold="int8", min_sqnr_db=None, max_drop=0.01, quality=None, simulation=simulation())
+    goal = goal.model_copy(update={"quality": quality})
+    made = save_operator(tmp_path / "same.onnx", "Clip", -9.0, 9.0)
+    judged, _ = goal.judge(simulation(), made, Device(), {REFERENCE: reference, BASELINE: made}, lambda _: None)
+    assert (judged.passed, judged.missing_samples) == (not missing, missing)
+    assert (f"about {missing} more samples" in judged.reason) is bool(missing)
+
+
 def test_the_first_trial_with_groups_in_floating_point_measures_impacts_and_the_next_ones_know_them(
     tmp_path: Path,
 ) -> None:
@@ -523,6 +547,27 @@ def test_a_variant_with_everything_in_float_says_whether_int8_reached_the_goal(
     assert reasons == {
         name: f"among the most sensitive groups; {faster if slower and name == 'second' else needed}"
         for name in ("first", "second")
+    }
+
+
+def test_a_group_that_is_needed_for_lack_of_samples_says_how_many_are_enough(tmp_path: Path) -> None:
+    inputs = prepare(tmp_path)
+    trials = [
+        FAILED,
+        FAILED.model_copy(update={"phase": "sensitive", "kept": ("first",), "missing_samples": 120}),
+        FAILED.model_copy(update={"phase": "sensitive", "kept": ("first",), "missing_samples": 150}),
+        FAILED.model_copy(update={"phase": "sensitive", "kept": ("first", "second"), "passed": True}),
+    ]
+    for folder in ("trials", "assigned"):
+        (tmp_path / folder).mkdir()
+    write_records(tmp_path / "trials", trials)
+    inputs[trial_role(1)] = Artifact(kind="record", path=tmp_path / "trials" / RECORDS, sha256="", bytes=0)
+    step = Precision(precision="int8", placement="inputs+read outputs", method="minmax")
+    effect = Assign(step=step, keep=()).run(inputs, tmp_path / "assigned", lambda _: None)
+    needed = "among the most sensitive groups; the goal needs it"
+    assert {row["group"]: row["why"] for row in json.loads((tmp_path / "assigned" / effect.file).read_bytes())} == {
+        "first": needed,
+        "second": f"{needed}, unless about 120 more samples for choosing show that the same drop is allowed without",
     }
 
 

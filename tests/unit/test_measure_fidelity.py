@@ -574,6 +574,8 @@ def test_as_many_samples_as_are_told_are_enough_for_a_drop_that_stays() -> None:
     more = int(judged.explain_excess(0.01).split("about ")[1].split()[0])
     enough = judged.model_copy(update={"samples": drops.size + more})
     assert not enough.explain_excess(0.01)
+    assert (judged.count_missing(0.01), enough.count_missing(0.01), judged.count_missing(0.004)) == (more, 0, 0)
+    assert judged.model_copy(update={"whole": True}).count_missing(0.01) == 0
     assert enough.model_copy(update={"samples": enough.samples - 1}).explain_excess(0.01)
 
 

@@ -81,6 +81,8 @@ class Judgement(BaseModel, frozen=True):
     sqnr_db: float | None = None
     reason: str = ""
     """Reason for not passing."""
+    missing_samples: int = 0
+    """Samples for choosing that are missing to show that this drop is allowed; 0 where it failed for other reasons."""
 
 
 class Trial(Judgement):
