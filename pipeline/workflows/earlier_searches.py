@@ -42,7 +42,7 @@ from enginesmith.pipeline.tasks.mixed_precision import BEFORE, Search
 _ALIKE = 0.5
 """Distance below which two patterns count as similar: half of what loses much has the same operator and cause."""
 _AGAIN = 2
-"""Models with which a setting has to have failed, and none with which it worked, until it comes last."""
+"""Models with which a setting has to have failed, and none with which it worked, until it is put off."""
 _NAMED_SHARE = 0.8
 """Share of a pattern that is named."""
 _NOTHING_WEAK = "little lost"

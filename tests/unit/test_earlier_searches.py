@@ -1,4 +1,4 @@
-"""The memory of searches for a precision: what worked for a pattern is tried first, what failed comes last."""
+"""The memory of searches for a precision: what worked for a pattern is tried first, what failed is put off."""
 
 import json
 from collections.abc import Callable
