@@ -63,11 +63,11 @@ def save_with_summary(
     return Effect(file=FILE, summary=summary, notes=notes, signature=model_file.signature(out / FILE))
 
 
-def pass_on(path: Path, out: Path, note: str) -> Effect:
-    """Write the same graph with its weights, and say why it is the same."""
+def pass_on(path: Path, out: Path, *notes: str) -> Effect:
+    """Write the same graph with its weights; the first note says why it is the same."""
     model_file.copy(path, out / FILE)
     nodes = model_file.summary(path).nodes
-    return Effect(file=FILE, summary=f"{nodes} nodes, unchanged", notes=(note,), signature=model_file.signature(path))
+    return Effect(file=FILE, summary=f"{nodes} nodes, unchanged", notes=notes, signature=model_file.signature(path))
 
 
 def weight_bytes(model: "ir.Model") -> int:

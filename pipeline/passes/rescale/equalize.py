@@ -23,7 +23,7 @@ import numpy as np
 
 from enginesmith.calibration import ranges
 from enginesmith.calibration.ranges import Ranges
-from enginesmith.pipeline.artifact import Artifact, Effect, Kind
+from enginesmith.pipeline.artifact import Artifact, Effect
 from enginesmith.pipeline.frameworks.onnx import edit, ir
 from enginesmith.pipeline.passes.base import PrecisionRequest, Progress, Records, Stage
 from enginesmith.pipeline.passes.graph_pass import GraphPass
@@ -83,10 +83,7 @@ class _Limits:
 
     @classmethod
     def find(cls, channel_labels: ChannelLabels, ranges: Ranges | None) -> Self:
-        smallest, largest = (
-            np.full(channel_labels.count, 1 / _LARGEST_FACTOR),
-            np.full(channel_labels.count, _LARGEST_FACTOR),
-        )
+        smallest, largest = (np.full(channel_labels.count, end) for end in (1 / _LARGEST_FACTOR, _LARGEST_FACTOR))
         seen, awake, live = *np.zeros((2, channel_labels.count), bool), dict[ir.Node, Array]()
         for product, read in channel_labels.readers:
             magnitudes = _find_inputs(product, ranges)
@@ -301,9 +298,6 @@ class CrossLayerEqualization(GraphPass):
     """Scale the channels of neighboring layers against each other; ``ranges``, where given, show how far."""
 
     name: ClassVar[str] = "equalize"
-    consumes: ClassVar[Kind] = "onnx"
-    produces: ClassVar[Kind] = "onnx"
-    tools: ClassVar[tuple[str, ...]] = ("numpy", "onnx", "onnx-ir")
     stage: ClassVar[Stage] = "rescale"
     reads: ClassVar[tuple[str, ...]] = ("quantization",)
 
@@ -330,8 +324,7 @@ class CrossLayerEqualization(GraphPass):
             why = "cuts every channel" if known is not None else "may cut, and there are no ranges that show where"
             notes.append(f"{done.clips_left} sets of channels were left alone, as a Clip {why}")
         if not done.ties:
-            effect = edit.pass_on(artifact.path, out, "no two neighboring layers have channels to equalize")
-            return effect.model_copy(update={"notes": (*effect.notes, *notes)})
+            return edit.pass_on(artifact.path, out, "no two neighboring layers have channels to equalize", *notes)
         progress("writing")
         return self.save(
             model,

@@ -70,7 +70,7 @@ class _Labeling:
     def __init__(self, graph: "ir.Graph", products: Sequence[Product]) -> None:
         self._graph = graph
         self._products = {product.node: product for product in products}
-        self._found = ChannelLabels()
+        self.found = ChannelLabels()
         self._labels: dict[ir.Value, Labels] = {}
         self._equal: list[tuple[Labels, Labels]] = []
         self._passed = np.ones(0)
@@ -114,10 +114,6 @@ class _Labeling:
         """Make labels equal; both broadcast to one shape."""
         self._equal.append((first, second))
 
-    def take_constant(self, node: "ir.Node", index: int, labels: Labels) -> None:
-        """Have a constant scaled along with channels."""
-        self._found.constants.append((node, index, labels))
-
     def pass_factor(self, labels: Labels, constant: Array) -> Labels:
         """Return the labels before a multiplication by a constant, which stays; they are of their own until the end."""
         numbers = np.abs(constant, dtype=np.float64)
@@ -125,23 +121,19 @@ class _Labeling:
         if factors.size > 1 and find_axis(factors) is None:
             return labels
         given, factors = np.broadcast_arrays(labels, factors)
-        first = self._found.count
+        first = self.found.count
         own = np.arange(first, first + given.size).reshape(given.shape)
         behind = self._find_passed(given) * factors
         self._passed = np.append(self._find_passed(np.arange(first)), behind)
-        self._found.count += given.size
+        self.found.count += given.size
         self.equate(own, given)
         return np.where(given == _UNREAD, given, own)
 
     def _find_passed(self, labels: Labels) -> Array:
         """Find the product of the magnitudes of all constants on the way to each of these labels; 1 without any."""
-        every = np.ones(self._found.count + 1)  # the last is where -1 points to
+        every = np.ones(self.found.count + 1)  # the last is where -1 points to
         every[: len(self._passed)] = self._passed
         return every[labels]
-
-    def pass_clip(self, node: "ir.Node", labels: Labels) -> None:
-        """Note a Clip that channels pass."""
-        self._found.clips.append((node, labels))
 
     def _visit_product(self, product: Product) -> None:
         output = product.node.outputs[0]
@@ -150,13 +142,13 @@ class _Labeling:
         written = self.tie(written, (other for other in range(written.ndim) if other not in channels))
         every = product.flatten_outputs(written)
         if every is not None:
-            self._found.writers.append((product, every))
-            self._found.passed[product.node] = self._find_passed(every)
+            self.found.writers.append((product, every))
+            self.found.passed[product.node] = self._find_passed(every)
         if every is None or not product.private:
             self._fix(written)
-        read = np.arange(self._found.count, self._found.count + product.inputs)
-        self._found.count += product.inputs
-        self._found.readers.append((product, read))
+        read = np.arange(self.found.count, self.found.count + product.inputs)
+        self.found.count += product.inputs
+        self.found.readers.append((product, read))
         self._read(product.data, product.lay_out_inputs(read))
         uses = {self._describe_use(use.node, use.idx) for use in product.weight.uses()}
         if len(uses) > 1:
@@ -170,7 +162,7 @@ class _Labeling:
     def _visit(self, node: "ir.Node") -> None:
         rule = _find_rule(node)
         known = all(dims(value) for value in (node.outputs if node.op_type == "Split" else node.outputs[:1]))
-        moved = rule.move(self, node) if rule is not None and known else None
+        moved = rule.move(self, node, self.get(node.outputs[0])) if rule is not None and known else None
         if moved is None:
             for value in node.outputs:
                 self._end(value)
@@ -205,14 +197,14 @@ class _Labeling:
         """Note a value that no product or constant makes."""
         labels = self._labels.get(value)
         if labels is not None:
-            self._found.sources.append((value, labels))
+            self.found.sources.append((value, labels))
 
     def _fix(self, labels: Labels) -> None:
         self.equate(np.full((1,) * labels.ndim, _FIXED), labels)
 
     def _settle(self) -> ChannelLabels:
         """Give equal labels the smallest of them."""
-        channel_labels = self._found
+        channel_labels = self.found
         pairs = [np.stack(np.broadcast_arrays(*pair)).reshape(2, -1) for pair in self._equal]
         every = np.concatenate([*pairs, np.zeros((2, 0), int)], axis=1)
         first, second = every[:, (every != _UNREAD).all(axis=0)]
@@ -248,8 +240,8 @@ _Moved = Mapping[int, Labels] | None
 
 @dataclass(frozen=True)
 class _Rule:
-    move: Callable[[_Labeling, "ir.Node"], _Moved]
-    """Tells labels of inputs by those of outputs."""
+    move: Callable[[_Labeling, "ir.Node", Labels], _Moved]
+    """Tells labels of inputs by those of the first output."""
     carriers: tuple[int, ...] | None = (0,)
     """Inputs that have the channels of the output; None for all that are no constants."""
 
@@ -297,28 +289,25 @@ def _find_factor(node: "ir.Node") -> int | None:
     return next((index for index in places if edit.is_factor(node.inputs[index])), None)
 
 
-def _keep(labeling: _Labeling, node: "ir.Node") -> _Moved:
-    return {0: labeling.get(node.outputs[0])}
-
-
-def _move_through_prelu(labeling: _Labeling, node: "ir.Node") -> _Moved:
-    return _keep(labeling, node) if edit.read(node.inputs[1]) is not None else None
-
-
-def _move_through_clip(labeling: _Labeling, node: "ir.Node") -> _Moved:
-    labels = labeling.get(node.outputs[0])
-    labeling.pass_clip(node, labels)
+def _keep(labeling: _Labeling, node: "ir.Node", labels: Labels) -> _Moved:
     return {0: labels}
 
 
-def _move_through_pool(labeling: _Labeling, node: "ir.Node") -> _Moved:
-    labels = labeling.get(node.outputs[0])
+def _move_through_prelu(labeling: _Labeling, node: "ir.Node", labels: Labels) -> _Moved:
+    return {0: labels} if edit.read(node.inputs[1]) is not None else None
+
+
+def _move_through_clip(labeling: _Labeling, node: "ir.Node", labels: Labels) -> _Moved:
+    labeling.found.clips.append((node, labels))
+    return {0: labels}
+
+
+def _move_through_pool(labeling: _Labeling, node: "ir.Node", labels: Labels) -> _Moved:
     return {0: labeling.tie(labels, range(2, labels.ndim))}
 
 
-def _move_through_resize(labeling: _Labeling, node: "ir.Node") -> _Moved:
+def _move_through_resize(labeling: _Labeling, node: "ir.Node", labels: Labels) -> _Moved:
     """Scale through sums of places with fixed factors; all that is added up along an axis gets one label."""
-    labels = labeling.get(node.outputs[0])
     mode = node.attributes.get_string("coordinate_transformation_mode", "half_pixel")
     policy = node.attributes.get_string("keep_aspect_ratio_policy", "stretch")
     if mode not in _RESIZED_IN_PLACE or policy != "stretch":
@@ -333,9 +322,8 @@ def _move_through_resize(labeling: _Labeling, node: "ir.Node") -> _Moved:
     return {0: labeling.tie(labels, moved)}
 
 
-def _move_through_pad(labeling: _Labeling, node: "ir.Node") -> _Moved:
+def _move_through_pad(labeling: _Labeling, node: "ir.Node", labels: Labels) -> _Moved:
     """Scale through padding with zeros or with what is there; all along an axis that is padded get one label."""
-    labels = labeling.get(node.outputs[0])
     given = [edit.read(value) for value in node.inputs[1:]]
     if not given:  # in old opsets
         amounts, filled = _attribute(node, "pads", ()), "value" in node.attributes
@@ -361,27 +349,25 @@ def _attribute(node: "ir.Node", name: str, missing: Sequence[int]) -> Sequence[i
     return node.attributes[name].as_ints() if name in node.attributes else missing
 
 
-def _move_through_add(labeling: _Labeling, node: "ir.Node") -> _Moved:
-    labels = labeling.get(node.outputs[0])
+def _move_through_add(labeling: _Labeling, node: "ir.Node", labels: Labels) -> _Moved:
     for index, value in enumerate(node.inputs):
         if edit.is_factor(value):
             if len(dims(node.inputs[1 - index])) != labels.ndim:
                 return None
-            labeling.take_constant(node, index, labels)
+            labeling.found.constants.append((node, index, labels))
             return {1 - index: labels}
     return {index: labeling.tie_broadcast(labels, value) for index, value in enumerate(node.inputs)}
 
 
-def _move_through_mul(labeling: _Labeling, node: "ir.Node") -> _Moved:
+def _move_through_mul(labeling: _Labeling, node: "ir.Node", labels: Labels) -> _Moved:
     """Scale one of the operands: a constant, or the larger one, or the one that can be scaled for free."""
-    labels = labeling.get(node.outputs[0])
     factor = _find_factor(node)
     if factor is not None:
         other = node.inputs[1 - factor]
         if _is_only_for(other, labeling.scalable) and len(dims(other)) == labels.ndim:
             constant = edit.read(node.inputs[factor])
             return {1 - factor: labels if constant is None else labeling.pass_factor(labels, constant)}
-        labeling.take_constant(node, factor, labels)
+        labeling.found.constants.append((node, factor, labels))
         return {}
     first, other = node.inputs
     sizes = dims(node.outputs[0])
@@ -393,12 +379,12 @@ def _move_through_mul(labeling: _Labeling, node: "ir.Node") -> _Moved:
     return {wide[0]: labels} if wide else None
 
 
-def _move_through_div(labeling: _Labeling, node: "ir.Node") -> _Moved:
+def _move_through_div(labeling: _Labeling, node: "ir.Node", labels: Labels) -> _Moved:
     """Scale the numerator where it is as large as the output, and where nothing else reads it.
 
     A normalization reads its numerator for the divisor, too: such channels are scaled behind it.
     """
-    labels, (numerator, divisor) = labeling.get(node.outputs[0]), node.inputs
+    numerator, divisor = node.inputs
     if not _is_only_for(numerator, labeling.scalable) or dims(numerator) != dims(node.outputs[0]):
         return None
     constant = edit.read(divisor)
@@ -406,25 +392,23 @@ def _move_through_div(labeling: _Labeling, node: "ir.Node") -> _Moved:
     return {0: labels if inverse is None else labeling.pass_factor(labels, inverse)}
 
 
-def _move_through_matmul(labeling: _Labeling, node: "ir.Node") -> _Moved:
+def _move_through_matmul(labeling: _Labeling, node: "ir.Node", labels: Labels) -> _Moved:
     """Scale the columns of V in A·V, for every head on its own."""
-    labels, value = labeling.get(node.outputs[0]), node.inputs[1]
+    value = node.inputs[1]
     if value is None or not 2 <= len(dims(value)) <= labels.ndim:
         return None
     return {1: labeling.tie_broadcast(labeling.tie(labels, (labels.ndim - 2,)), value)}
 
 
-def _move_through_attention(labeling: _Labeling, node: "ir.Node") -> _Moved:
+def _move_through_attention(labeling: _Labeling, node: "ir.Node", labels: Labels) -> _Moved:
     """Scale the values of the operator of opset 23; heads that several queries share have other sizes."""
-    labels = labeling.get(node.outputs[0])
     if len(dims(node.inputs[0])) != len(dims(node.inputs[2])) or any(node.inputs[4:]):
         return None
     return {2: labeling.tie(labels, (labels.ndim - 2,))}
 
 
-def _move_through_normalization(labeling: _Labeling, node: "ir.Node") -> _Moved:
+def _move_through_normalization(labeling: _Labeling, node: "ir.Node", labels: Labels) -> _Moved:
     """End at the scale, and the shift, of a normalization over the last axis."""
-    labels = labeling.get(node.outputs[0])
     last = labels.ndim - 1
     given = [index for index in range(1, len(node.inputs)) if node.inputs[index] is not None]
     along = node.attributes.get_int("axis", -1) in (-1, last)
@@ -432,13 +416,13 @@ def _move_through_normalization(labeling: _Labeling, node: "ir.Node") -> _Moved:
         return None
     labels = labeling.tie(labels, range(last))
     for index in given:
-        labeling.take_constant(node, index, labels)
+        labeling.found.constants.append((node, index, labels))
     return {}
 
 
-def _move_through_reduction(labeling: _Labeling, node: "ir.Node") -> _Moved:
+def _move_through_reduction(labeling: _Labeling, node: "ir.Node", labels: Labels) -> _Moved:
     """Keep channels through a mean, a sum, an extreme or a norm over other axes than theirs."""
-    labels, rank = labeling.get(node.outputs[0]), len(dims(node.inputs[0]))
+    rank = len(dims(node.inputs[0]))
     axes = _attribute(node, "axes", ())  # in old opsets
     if len(node.inputs) > 1 and (given := edit.read(node.inputs[1])) is not None:
         axes = [int(axis) for axis in given.reshape(-1)]
@@ -448,17 +432,16 @@ def _move_through_reduction(labeling: _Labeling, node: "ir.Node") -> _Moved:
     return {0: labels if node.attributes.get_int("keepdims", 1) else np.expand_dims(labels, tuple(reduced))}
 
 
-def _move_through_reshape(labeling: _Labeling, node: "ir.Node") -> _Moved:
-    moved = reshape_back(labeling.get(node.outputs[0]), node)
+def _move_through_reshape(labeling: _Labeling, node: "ir.Node", labels: Labels) -> _Moved:
+    moved = reshape_back(labels, node)
     return None if moved is None else {0: moved}
 
 
-def _move_through_transpose(labeling: _Labeling, node: "ir.Node") -> _Moved:
-    return {0: transpose_back(labeling.get(node.outputs[0]), node)}
+def _move_through_transpose(labeling: _Labeling, node: "ir.Node", labels: Labels) -> _Moved:
+    return {0: transpose_back(labels, node)}
 
 
-def _move_through_concat(labeling: _Labeling, node: "ir.Node") -> _Moved:
-    labels = labeling.get(node.outputs[0])
+def _move_through_concat(labeling: _Labeling, node: "ir.Node", labels: Labels) -> _Moved:
     axis = node.attributes.get_int("axis", 0) % labels.ndim
     if labels.shape[axis] == 1:
         return dict.fromkeys(range(len(node.inputs)), labels)
@@ -469,7 +452,7 @@ def _move_through_concat(labeling: _Labeling, node: "ir.Node") -> _Moved:
     return dict(enumerate(np.split(labels, np.cumsum(widths)[:-1], axis)))
 
 
-def _move_through_split(labeling: _Labeling, node: "ir.Node") -> _Moved:
+def _move_through_split(labeling: _Labeling, node: "ir.Node", labels: Labels) -> _Moved:
     axis = node.attributes.get_int("axis", 0) % len(dims(node.outputs[0]))
     parts = []
     for value in node.outputs:
@@ -482,7 +465,7 @@ def _move_through_split(labeling: _Labeling, node: "ir.Node") -> _Moved:
     return {0: np.concatenate(whole, axis)}
 
 
-def _move_through_slice(labeling: _Labeling, node: "ir.Node") -> _Moved:
+def _move_through_slice(labeling: _Labeling, node: "ir.Node", labels: Labels) -> _Moved:
     """Put labels where a Slice takes channels from; all others have labels of their own."""
     sizes = dims(node.inputs[0])
     given = [edit.read(value) for value in node.inputs[1:]]
@@ -497,20 +480,19 @@ def _move_through_slice(labeling: _Labeling, node: "ir.Node") -> _Moved:
         if not isinstance(size, int) or step < 1:
             return None
         taken[axis] = np.arange(size)[start:end:step]
-    return _pick(labeling, node, taken)
+    return _pick(labeling, node, labels, taken)
 
 
-def _move_through_gather(labeling: _Labeling, node: "ir.Node") -> _Moved:
+def _move_through_gather(labeling: _Labeling, node: "ir.Node", labels: Labels) -> _Moved:
     indices, sizes = edit.read(node.inputs[1]), dims(node.inputs[0])
     axis = node.attributes.get_int("axis", 0) % max(len(sizes), 1)
     if indices is None or indices.ndim > 1 or not sizes or not isinstance(sizes[axis], int):
         return None
-    return _pick(labeling, node, {axis: indices}, dropped=(axis,) if indices.ndim == 0 else ())
+    return _pick(labeling, node, labels if indices.ndim else np.expand_dims(labels, axis), {axis: indices})
 
 
-def _pick(labeling: _Labeling, node: "ir.Node", taken: Mapping[int, Array], dropped: tuple[int, ...] = ()) -> _Moved:
+def _pick(labeling: _Labeling, node: "ir.Node", labels: Labels, taken: Mapping[int, Array]) -> _Moved:
     """Put the labels of an output where it takes channels from along some axes, with indices for each."""
-    labels = np.expand_dims(labeling.get(node.outputs[0]), dropped)
     for axis, indices in taken.items():
         size = dims(node.inputs[0])[axis]
         shape = list(labels.shape)

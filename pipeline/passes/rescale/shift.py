@@ -14,7 +14,7 @@ import numpy as np
 
 from enginesmith.calibration import ranges
 from enginesmith.calibration.ranges import Ranges
-from enginesmith.pipeline.artifact import Artifact, Effect, Kind
+from enginesmith.pipeline.artifact import Artifact, Effect
 from enginesmith.pipeline.frameworks.onnx import edit, ir
 from enginesmith.pipeline.passes.base import PrecisionRequest, Progress, Records, Stage
 from enginesmith.pipeline.passes.graph_pass import GraphPass
@@ -194,9 +194,6 @@ class ChannelShift(GraphPass):
     """Shift the channels of activations to the middle of their ranges; needs ``ranges`` of the same graph."""
 
     name: ClassVar[str] = "shift"
-    consumes: ClassVar[Kind] = "onnx"
-    produces: ClassVar[Kind] = "onnx"
-    tools: ClassVar[tuple[str, ...]] = ("numpy", "onnx", "onnx-ir")
     stage: ClassVar[Stage] = "rescale"
     reads: ClassVar[tuple[str, ...]] = ("quantization",)
     requires: ClassVar[tuple[str, ...]] = ("ranges",)

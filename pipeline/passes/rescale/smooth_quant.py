@@ -25,7 +25,7 @@ from pydantic import Field
 
 from enginesmith.calibration import ranges
 from enginesmith.calibration.ranges import ChannelStatistics, Ranges
-from enginesmith.pipeline.artifact import Artifact, Effect, Kind
+from enginesmith.pipeline.artifact import Artifact, Effect
 from enginesmith.pipeline.frameworks.onnx import edit, ir
 from enginesmith.pipeline.passes.base import PrecisionRequest, Progress, Records, Stage
 from enginesmith.pipeline.passes.graph_pass import GraphPass
@@ -309,7 +309,10 @@ class _Smoother:
             self.done.homeless += 1
         else:
             together = movable and not self._scaled[channels].any()
-            choice = self._choose(value, weights, statistics, self._estimate(channels) if together else None)
+            error = None
+            if together:  # all products that read these channels are scaled along
+                error = partial(self._sum_errors, self._find_readings(self._find_readers(channels)), channels)
+            choice = self._choose(value, weights, statistics, error)
             if choice.after >= (_WORTH_WRITING if free else _WORTH_MULTIPLYING) * choice.before:
                 self.done.even += 1
                 return
@@ -342,10 +345,6 @@ class _Smoother:
         """Find all products that read channels with one of these labels, but for those that cannot be scaled."""
         wanted = channels[self._movable[channels]]
         return {node for node, read in self._read.items() if np.isin(read, wanted).any()}
-
-    def _estimate(self, channels: Labels) -> Callable[[Array], float]:
-        """Return what estimates the error in all products that are scaled along where channels are divided."""
-        return partial(self._sum_errors, self._find_readings(self._find_readers(channels)), channels)
 
     def _find_readings(self, nodes: "set[ir.Node]") -> list[_Reading]:
         """Find what these products read, where something is known of it."""
@@ -470,9 +469,6 @@ class Smooth(GraphPass):
     """Scale what matrix products read; needs ``ranges`` of the same graph."""
 
     name: ClassVar[str] = "smooth"
-    consumes: ClassVar[Kind] = "onnx"
-    produces: ClassVar[Kind] = "onnx"
-    tools: ClassVar[tuple[str, ...]] = ("numpy", "onnx", "onnx-ir")
     stage: ClassVar[Stage] = "rescale"
     reads: ClassVar[tuple[str, ...]] = ("quantization",)
     requires: ClassVar[tuple[str, ...]] = ("ranges",)
@@ -517,8 +513,7 @@ class Smooth(GraphPass):
         products = json.loads(records["products"].path.read_text(encoding="utf-8")) if "products" in records else None
         done = smooth(model, known, self, products)
         if not done.values:
-            effect = edit.pass_on(artifact.path, out, "no value could be scaled")
-            return effect.model_copy(update={"notes": (*effect.notes, *_notes(done))})
+            return edit.pass_on(artifact.path, out, "no value could be scaled", *_notes(done))
         progress("writing")
         ratio = (
             f"; largest channel ratio {done.ratio_before:.3g} → {done.ratio_after:.3g}" if self.mode == "smooth" else ""

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 import numpy as np
 
-from enginesmith.pipeline.artifact import Artifact, Effect, Kind
+from enginesmith.pipeline.artifact import Artifact, Effect
 from enginesmith.pipeline.errors import InvalidGraph, UsageError
 from enginesmith.pipeline.frameworks.onnx import edit, evaluator, ir
 from enginesmith.pipeline.frameworks.onnx.model_file import MODULE_KEY
@@ -36,8 +36,6 @@ class Sparsify(Sparsity, GraphPass):
     """Put zeros into the weights of products."""
 
     name: ClassVar[str] = "sparsify"
-    consumes: ClassVar[Kind] = "onnx"
-    produces: ClassVar[Kind] = "onnx"
     tools: ClassVar[tuple[str, ...]] = ("numpy", "onnx", "onnx-ir", evaluator.LIBRARY)
 
     stage: ClassVar[Stage] = "sparsity"
