@@ -222,8 +222,8 @@ def _is_pooling(node: "ir.Node") -> bool:
     if value is None or value.dtype != ir.DataType.FLOAT or value.shape is None:
         return False
     rank = len(value.shape)
-    axes = edit.read(node.inputs[1]) if len(node.inputs) > 1 else node.attributes.get_ints("axes", ())
-    if rank not in _PICTURE_RANKS or axes is None or sorted(int(axis) % rank for axis in axes) != [*range(2, rank)]:
+    axes = edit.find_axes(node)
+    if rank not in _PICTURE_RANKS or axes is None or sorted(axis % rank for axis in axes) != [*range(2, rank)]:
         return False
     maker = value.producer()
     squares = maker is not None and (maker.op_type == "Pow" or (maker.op_type == "Mul" and len(set(maker.inputs)) == 1))

@@ -2,7 +2,7 @@
 
 import ast
 import hashlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -130,12 +130,6 @@ def lift_constants(model: "ir.Model") -> None:
     from onnx_ir.passes import common
 
     ir.passes.Sequential(common.LiftConstantsToInitializersPass(lift_all_constants=True, size_limit=0))(model)
-
-
-def rename(values: Iterable["ir.Value"], names: Iterable[str]) -> None:
-    """Give inputs or outputs their names."""
-    for value, name in zip(values, names, strict=True):
-        value.name = name
 
 
 def has_body(node: "ir.Node") -> bool:
@@ -290,6 +284,37 @@ def write(places: "Sequence[tuple[ir.Node, int]]", numbers: Array) -> None:
         reader.replace_input_with(place, value)
 
 
+def insert_behind(graph: "ir.Graph", value: "ir.Value", nodes: "Sequence[ir.Node]") -> None:
+    """Insert nodes right behind the one that makes a value, or at the beginning of the graph where none does."""
+    maker = value.producer()
+    if maker is not None:
+        graph.insert_after(maker, nodes)
+    elif len(graph):
+        graph.insert_before(graph[0], nodes)
+    else:
+        graph.extend(nodes)
+
+
+def substitute(node: "ir.Node", nodes: "Sequence[ir.Node]", results: "Sequence[ir.Value]") -> None:
+    """Put nodes in the place of one, as parts of its module; their results get the names and readers of its outputs."""
+    assert node.graph is not None
+    for each in nodes:
+        each.metadata_props.update(node.metadata_props)
+    ir.convenience.replace_nodes_and_values(node.graph, node, [node], nodes, node.outputs[: len(results)], results)
+
+
+def spread(numbers: Array, shape: Sequence[int], axis: int | None, block: int = 0) -> Array:
+    """Give scales or zero points a shape that broadcasts to that of the numbers that they are for.
+
+    There is one for all, for each place along an axis, or for each block of places there, the last one perhaps smaller.
+    """
+    if block:
+        return np.repeat(numbers, block, axis).take(range(shape[axis or 0]), axis)
+    if axis is None or numbers.size == 1:
+        return numbers.reshape(())
+    return numbers.reshape(-1, *(1,) * (len(shape) - 1 - axis % len(shape)))
+
+
 def new(graph: "ir.Graph", name: str, numbers: Array) -> "ir.Value":
     """Add an initializer, under this name or one like it."""
     return add_constant(graph, Names(graph).new(name), numbers)
@@ -320,6 +345,15 @@ class Names:
             name = f"{wanted}_{count}"
         self._taken.add(name)
         return name
+
+
+def find_axes(node: "ir.Node") -> Sequence[int] | None:
+    """Find the axes of a reduction, an attribute in old opsets; none where all are meant, None if they are computed."""
+    given = node.inputs[1] if len(node.inputs) > 1 else None
+    if given is None:
+        return node.attributes.get_ints("axes", ())
+    numbers = read(given)
+    return None if numbers is None else [int(axis) for axis in numbers.reshape(-1)]
 
 
 def find_transposed_axis(node: "ir.Node", axis: int) -> int:

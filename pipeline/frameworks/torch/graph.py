@@ -80,19 +80,22 @@ class _Grid:
 
     def widen(self, levels: Array) -> Array:
         """Return the floats that levels stand for."""
-        scale, zero = self._align(levels.ndim)
+        scale, zero = self._align(levels.shape)
         numbers: Array = (levels.astype(np.float64) - zero) * scale
         return numbers.astype(np.float32)
 
     def narrow(self, numbers: Array) -> Array:
         """Return the nearest levels."""
-        scale, zero = self._align(numbers.ndim)
+        scale, zero = self._align(numbers.shape)
         return (np.rint(numbers.astype(np.float64) / scale) + zero).clip(self.low, self.high).astype(self.dtype)
 
-    def _align(self, rank: int) -> tuple[Array, Array]:
-        shape = (-1, *(1,) * (rank - 1 - self.axis)) if self.scale.size > 1 else (1,) * rank
-        shape = self.scale.shape if self.scale.ndim > 1 else shape
-        return self.scale.astype(np.float64).reshape(shape), self.zero.astype(np.int64).reshape(shape)
+    def _align(self, shape: tuple[int, ...]) -> tuple[Array, Array]:
+        scale, zero = self.scale.astype(np.float64), self.zero.astype(np.int64)
+        return (
+            (scale, zero)
+            if scale.ndim > 1
+            else (edit.spread(scale, shape, self.axis), edit.spread(zero, shape, self.axis))
+        )
 
     @property
     def tie(self) -> tuple[float, int, str]:

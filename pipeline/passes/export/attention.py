@@ -113,9 +113,7 @@ class _TextbookWriter:
             return False
         tape = Tape()
         result = self._write_result(tape, node, sizes)
-        for new in tape.nodes:
-            new.metadata_props.update(node.metadata_props)
-        ir.convenience.replace_nodes_and_values(node.graph, node, [node], tape.nodes, [node.outputs[0]], [result])
+        edit.substitute(node, tape.nodes, [result])
         return True
 
     def _write_result(self, tape: "Tape", node: "ir.Node", sizes: _Sizes) -> "ir.Value":
@@ -342,10 +340,7 @@ def raise_masks(model: "ir.Model") -> None:
         result.type, result.shape = source.type, source.shape
         for new in tape.nodes:
             new.metadata_props.update(node.metadata_props)
-        if producer:
-            body.insert_after(producer, tape.nodes)
-        else:
-            body.insert_before(body[0], tape.nodes)
+        edit.insert_behind(body, source, tape.nodes)
         for reader, index in readers:
             reader.replace_input_with(index, result)
         raised.add(result)

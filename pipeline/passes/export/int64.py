@@ -62,11 +62,9 @@ def _replace(node: "ir.Node") -> bool:
             result = tape.op("Sub", [above, below])
         case "ReduceMax" | "ReduceMin":
             result = _reduce(tape, node)
-    if result is inputs[0] or result is None or node.graph is None:
+    if result is inputs[0] or result is None:
         return False
-    for new in tape.nodes:
-        new.metadata_props.update(node.metadata_props)
-    ir.convenience.replace_nodes_and_values(node.graph, node, [node], tape.nodes, node.outputs, [result])
+    edit.substitute(node, tape.nodes, [result])
     return True
 
 
@@ -78,8 +76,7 @@ def _choose(tape: "Tape", name: str, value: "ir.Value | None", other: "ir.Value 
 def _reduce(tape: "Tape", node: "ir.Node") -> "ir.Value | None":
     """Take the first of the sorted numbers along each axis."""
     value = node.inputs[0]
-    given = node.inputs[1] if len(node.inputs) > 1 else None
-    axes = edit.read(given) if given is not None else node.attributes.get_ints("axes", ())
+    axes = edit.find_axes(node)
     if value is None or value.shape is None or axes is None:
         return None
     if not len(axes):

@@ -58,10 +58,10 @@ def name_values(model: "ir.Model", signature: "Signature") -> None:
             kind = ir.TensorType(ir.DataType.from_numpy(np.dtype(spec.dtype)))
             new = ir.Value(name=spec.name, type=kind, shape=ir.Shape(spec.shape))
             model.graph.inputs.append(present.get(spec.name, new))
-    edit.rename(model.graph.inputs, (spec.name for spec in signature.inputs))
-    edit.rename(model.graph.outputs, (spec.name for spec in signature.outputs))
+    for value, spec in zip(model.graph.inputs, signature.inputs, strict=True):
+        value.name = spec.name
     for value, spec in zip(model.graph.outputs, signature.outputs, strict=True):
-        value.shape = ir.Shape(_name_output_dims(value, spec))
+        value.name, value.shape = spec.name, ir.Shape(_name_output_dims(value, spec))
     common.NameFixPass()(model)
 
 

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from enginesmith.pipeline.frameworks.onnx import ir
+from enginesmith.pipeline.frameworks.onnx import edit, ir
 from enginesmith.pipeline.passes.simplify import require_exact_constants
 
 _NORMALIZATION_OPSET = 23  # the first one with RMSNormalization
@@ -58,25 +58,20 @@ def slice_pieces(model: "ir.Model") -> None:
 
 def _replace_by_slice(node: "ir.Node", piece: list[Any], index: int, length: int | None) -> None:
     """Put a Slice in the place of the SequenceAt that takes a piece: its source, its size and its axis."""
-    source, size, axis = piece
-    nodes: list[ir.Node] = []
+    from onnx_ir.tape import Tape
 
-    def add(kind: str, inputs: list[Any], attributes: dict[str, Any] | None = None) -> "ir.Value":
-        nodes.append(ir.node(kind, inputs, attributes or {}))
-        nodes[-1].metadata_props.update(node.metadata_props)
-        return nodes[-1].outputs[0]
+    (source, size, axis), tape = piece, Tape()
 
     def constant(number: int) -> "ir.Value":
-        return add("Constant", [], {"value_ints": [number]})
+        return tape.op("Constant", [], {"value_ints": [number]})
 
     if length is None:
-        unit = add("Reshape", [size, constant(1)])
-        ends = [add("Mul", [unit, constant(index + step)]) for step in range(2)]
+        unit = tape.op("Reshape", [size, constant(1)])
+        ends = [tape.op("Mul", [unit, constant(index + step)]) for step in range(2)]
     else:
         ends = [constant((index + step) * length) for step in range(2)]
-    sliced = add("Slice", [source, *ends, constant(axis)])
-    assert node.graph is not None
-    ir.convenience.replace_nodes_and_values(node.graph, node, [node], nodes, list(node.outputs), [sliced])
+    sliced = tape.op("Slice", [source, *ends, constant(axis)])
+    edit.substitute(node, tape.nodes, [sliced])
 
 
 def _round_folded_weights(model: "ir.Model") -> None:

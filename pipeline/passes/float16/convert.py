@@ -176,7 +176,6 @@ class _Retyper:
         """Take the nodes to change, and what of each changes, as the slots of ``low``."""
         self._graph, self._low, self._dtype = graph, low, dtype
         self._names = Names(graph)
-        self._first = next(iter(graph), None)
         self.casts: list[str] = []
 
     def run(self) -> None:
@@ -233,16 +232,12 @@ class _Retyper:
 
     def _cast(self, value: "ir.Value", dtype: "ir.DataType", *, mask: bool) -> "ir.Value":
         """Insert a Cast right after the value's maker; before it a Clip, if a mask is cast."""
-        maker = value.producer()
         name = self._names.new(f"{value.name}_{_SHORT[dtype.name]}")
         nodes = [self._clip(value, name)] if mask else []
         nodes.append(
             new_node("Cast", [nodes[0].outputs[0] if nodes else value], {"to": dtype.value}, name, dtype, value)
         )
-        if maker is not None:
-            self._graph.insert_after(maker, nodes)
-        elif self._first is not None:
-            self._graph.insert_before(self._first, nodes)
+        edit.insert_behind(self._graph, value, nodes)
         self.casts.append(name)
         return nodes[-1].outputs[0]
 
@@ -357,15 +352,9 @@ def _requantize(graph: "ir.Graph", scale: "ir.Value", factors: Array) -> None:
 
 
 def _spread(array: Array, node: "ir.Node", levels: Array) -> Array:
-    """Spread numbers to each element: of the whole tensor, of a slice along the axis, or of a block there."""
-    array = array.astype(np.float32)
-    if array.ndim == 0 or array.size == 1:
-        return array.reshape(())
-    axis = node.attributes.get_int("axis", 1)
-    block = node.attributes.get_int("block_size", 0)
-    if block:
-        return np.repeat(array, block, axis).take(range(levels.shape[axis]), axis)
-    return np.expand_dims(array, [dimension for dimension in range(levels.ndim) if dimension != axis % levels.ndim])
+    """Spread the scales or zero points of a node to its levels."""
+    axis, block = node.attributes.get_int("axis", 1), node.attributes.get_int("block_size", 0)
+    return edit.spread(array.astype(np.float32), levels.shape, axis, block)
 
 
 def _get_constant(node: "ir.Node", index: int) -> "ir.Value | None":

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from enginesmith.pipeline.frameworks.onnx import ir
-from enginesmith.pipeline.frameworks.onnx.edit import Names, has_body, infer_shapes
+from enginesmith.pipeline.frameworks.onnx.edit import Names, has_body, infer_shapes, insert_behind
 from enginesmith.pipeline.passes.float16.convert import hand_over, new_node
 
 _EXACT = frozenset(
@@ -78,10 +78,7 @@ class _Rewriter:
         wide = [use for use in uses if use[0] in self._wide]
         if wide and (narrow is not value or value.dtype == kind):
             self._cast(narrow, ir.DataType.FLOAT, "float32", wide, casts)
-        if maker is not None:
-            body.insert_after(maker, casts)
-        elif casts:
-            body.insert_before(body[0], casts)
+        insert_behind(body, value, casts)
 
     def _cast(
         self,

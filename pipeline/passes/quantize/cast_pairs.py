@@ -117,10 +117,6 @@ class _Rounder:
             name = self._names.new(f"{value.name}_{dtype.name.lower()}")
             nodes.append(new_node("Cast", [nodes[0].outputs[0] if nodes else value], {"to": dtype}, name, dtype, value))
         nodes[1].metadata_props[_ROUNDED_KEY] = writer
-        maker = value.producer()
-        if maker is not None:
-            self._graph.insert_after(maker, nodes)
-        else:
-            self._graph.insert_before(self._graph[0], nodes)
+        edit.insert_behind(self._graph, value, nodes)
         self.pairs += 1
         return nodes[1].outputs[0]

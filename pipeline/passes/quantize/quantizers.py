@@ -121,12 +121,8 @@ class Narrow:
 
     def wide(self) -> Array:
         """Return the numbers that it stands for, as float32."""
-        if self.block:
-            scale = np.repeat(self.scale, self.block, self.axis)
-        else:
-            scale = _align(self.scale, self.axis, self.levels.ndim)
-        numbers: Array = self.levels.astype(np.float32) * scale
-        return numbers
+        numbers: Array = self.levels.astype(np.float32)
+        return numbers * edit.spread(self.scale, numbers.shape, self.axis, self.block)
 
 
 def channel_axis(node: "ir.Node", shape: tuple[int, ...]) -> int | None:
@@ -168,7 +164,7 @@ def quantize_symmetrically(
     axes = (inputs,) if stacked else tuple(index for index in range(weight.ndim) if index != axis)
     largest = np.maximum(weight.max(axis=axes, keepdims=stacked), -weight.min(axis=axes, keepdims=stacked))
     scale = round_scale(np.maximum(largest / top, least), rest)
-    levels = weight / (scale if stacked else _align(scale, axis, weight.ndim))
+    levels = weight / (scale if stacked else edit.spread(scale, weight.shape, axis))
     np.clip(levels, -top, top, out=levels)
     levels = levels.astype(ml_dtypes.float8_e4m3fn) if number == "fp8" else np.rint(levels, out=levels).astype(np.int8)
     return Narrow(levels, scale, inputs, weight.shape[inputs]) if stacked else Narrow(levels, scale, axis)
@@ -233,10 +229,6 @@ def _best_scale(blocks: Array, weights: Array, rest: Rest) -> Array:
 def _round_levels(blocks: Array, scale: Array) -> Array:
     levels: Array = blocks / scale[:, None]
     return np.clip(np.rint(levels, out=levels), _INT4_LOW, _INT4_HIGH, out=levels)
-
-
-def _align(scale: Array, axis: int | None, rank: int) -> Array:
-    return scale if axis is None else scale.reshape(-1, *(1,) * (rank - 1 - axis))
 
 
 # Bias correction: what rounding a weight adds to the mean of a product, taken out of the bias.

@@ -8,7 +8,7 @@ from types import MappingProxyType
 import numpy as np
 
 from enginesmith.pipeline.frameworks.onnx import ir
-from enginesmith.pipeline.frameworks.onnx.edit import Names, add_constant
+from enginesmith.pipeline.frameworks.onnx.edit import Names, add_constant, insert_behind
 from enginesmith.pipeline.passes.quantize.quantizers import Grid, Narrow
 from enginesmith.pipeline.tensors import Array
 
@@ -120,10 +120,7 @@ class Writer:
         rounded = restore.outputs[0]
         _describe(quantize.outputs[0], zero, value)
         _describe(rounded, scale, value)
-        if producer is None:
-            self.graph.insert_before(self.graph[0], [quantize, restore])
-        else:
-            self.graph.insert_after(producer, [quantize, restore])
+        insert_behind(self.graph, value, [quantize, restore])
         for node, index in uses:
             node.replace_input_with(index, rounded)
         if readers is None and value.is_graph_output():  # the rounded value takes the output's place and name

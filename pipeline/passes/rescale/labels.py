@@ -423,10 +423,7 @@ def _move_through_normalization(labeling: _Labeling, node: "ir.Node", labels: La
 def _move_through_reduction(labeling: _Labeling, node: "ir.Node", labels: Labels) -> _Moved:
     """Keep channels through a mean, a sum, an extreme or a norm over other axes than theirs."""
     rank = len(dims(node.inputs[0]))
-    axes = _attribute(node, "axes", ())  # in old opsets
-    if len(node.inputs) > 1 and (given := edit.read(node.inputs[1])) is not None:
-        axes = [int(axis) for axis in given.reshape(-1)]
-    reduced = sorted({axis % rank for axis in axes}) if rank else []
+    reduced = sorted({axis % rank for axis in edit.find_axes(node) or ()}) if rank else []
     if not reduced:
         return None
     return {0: labels if node.attributes.get_int("keepdims", 1) else np.expand_dims(labels, tuple(reduced))}

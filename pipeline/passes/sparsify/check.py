@@ -96,18 +96,14 @@ class _Walked:
         assert numbers is not None
         if numbers.dtype.kind not in "fiu":  # of ml_dtypes
             numbers = numbers.astype(np.float32)
-        nonzero = np.not_equal(numbers, self._zeros(numbers.ndim))
+        nonzero = np.not_equal(numbers, self._zeros(numbers.shape))
         terms_last = np.moveaxis(nonzero, self.axis % nonzero.ndim, -1)
         return np.ascontiguousarray(terms_last).reshape(-1, terms_last.shape[-1])
 
-    def _zeros(self, rank: int) -> Array | int:
+    def _zeros(self, shape: tuple[int, ...]) -> Array | int:
         """Shape zero points to be compared with the numbers."""
-        if self.zero is None or not self.zero.astype(np.float32).any():
-            return 0
-        zero = self.zero.astype(np.float32)
-        if self.block:
-            return np.repeat(zero, self.block, self.zero_axis)
-        return zero.reshape(-1, *(1,) * (rank - 1 - self.zero_axis % rank)) if zero.size > 1 else zero
+        zero = None if self.zero is None else self.zero.astype(np.float32)
+        return 0 if zero is None or not zero.any() else edit.spread(zero, shape, self.zero_axis, self.block)
 
 
 def _walk(value: "ir.Value", axis: int, zero: Array | None, zero_axis: int) -> _Walked | None:
