@@ -12,9 +12,9 @@ import numpy as np
 from enginesmith.calibration import lazy_arrays
 from enginesmith.calibration.coco import check_coco, read_coco
 from enginesmith.calibration.feeds import read_feeds
-from enginesmith.calibration.images import check_images, read_images
+from enginesmith.calibration.images import listing, read_images
 from enginesmith.calibration.lazy_arrays import LazyRows, Rows, cast, pieces
-from enginesmith.calibration.masks import check_masks, has_masks, read_masks
+from enginesmith.calibration.masks import has_masks, pair_masks, read_masks
 from enginesmith.calibration.sources import RawData, Request, Split, describe_moved, find_moved, open_arrays
 from enginesmith.calibration.text import check_texts, read_texts
 from enginesmith.calibration.user_code import check_reference, is_reference
@@ -306,7 +306,7 @@ class Form(NamedTuple):
     title: str
     accepts: Callable[[str], bool]
     read: Callable[[str, Request], RawData]
-    check: Callable[[str, Request], None]
+    check: Callable[[str, Request], object]
     """Raises where the data cannot be read, as far as headers and first entries show; no code of the user's runs."""
 
 
@@ -393,14 +393,6 @@ def _check_safetensors(reference: str, request: Request) -> None:
     check_names(raw.name, raw.arrays, request.inputs, request.options.label_keys)
 
 
-def _check_embedded(reference: str, request: Request) -> None:
-    _open_embedded(reference, request)
-
-
-def _check_function(reference: str, _: Request) -> None:
-    check_reference(reference, "data")
-
-
 def _read_npy(reference: str, request: Request) -> RawData:
     if len(request.inputs) != 1:
         names = ", ".join(spec.name for spec in request.inputs)
@@ -432,13 +424,18 @@ FORMS: tuple[Form, ...] = (
     ),
     Form("a .jsonl file of texts, with a tokenizer", _ends_with(".jsonl"), read_texts, check_texts),
     Form("a .json file of images and boxes (COCO)", _ends_with(".json"), read_coco, check_coco),
-    Form("an embedded set (digits/test)", is_embedded, _open_embedded, _check_embedded),
-    Form("a folder of images and masks", has_masks, read_masks, check_masks),
+    Form("an embedded set (digits/test)", is_embedded, _open_embedded, _open_embedded),
+    Form("a folder of images and masks", has_masks, read_masks, lambda reference, _: pair_masks(Path(reference))),
     Form(
         "a folder of images, sub-folders being classes",
         lambda reference: Path(reference).is_dir(),
         read_images,
-        check_images,
+        lambda reference, _: listing(Path(reference)),
     ),
-    Form("module:function or file.py:function that yields feeds", is_reference, read_feeds, _check_function),
+    Form(
+        "module:function or file.py:function that yields feeds",
+        is_reference,
+        read_feeds,
+        lambda reference, _: check_reference(reference, "data"),
+    ),
 )

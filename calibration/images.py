@@ -73,10 +73,9 @@ class _Configuration(BaseModel, extra="allow"):
         return (edge if crop or isinstance(self.size, dict) else _square(edge)), crop
 
 
-class _Values(NamedTuple):
-    rescale: float = 1.0
-    mean: tuple[float, ...] = (0.0,)
-    std: tuple[float, ...] = (1.0,)
+_Values = tuple[float, tuple[float, ...], tuple[float, ...]]
+"""Factor, mean and standard deviation."""
+_AS_THEY_ARE: _Values = (1.0, (0.0,), (1.0,))
 
 
 def preprocessing_for(spec: TensorSpec, folder: Path, options: DataOptions) -> Preprocessing:
@@ -94,15 +93,15 @@ def preprocessing_for(spec: TensorSpec, folder: Path, options: DataOptions) -> P
     if any(isinstance(side, int) and side != pixels for side, pixels in zip(sides, size, strict=True)):
         source = "the options make" if own_geometry else f"{CONFIGURATION} makes"
         raise DataError(f"{source} images of {size[0]}×{size[1]}, and the model takes {spec}", "give resize and crop")
-    values = _Values() if spec.dtype == "uint8" else _values(config, options, channels)
+    rescale, mean, std = _AS_THEY_ARE if spec.dtype == "uint8" else _values(config, options, channels)
     return Preprocessing(
         mode=_MODES[channels],
         resize=resize if resize or crop else "cover",
         resample=_BILINEAR if config.resample is None else config.resample,
         size=size,
-        rescale=values.rescale,
-        mean=values.mean,
-        std=values.std,
+        rescale=rescale,
+        mean=mean,
+        std=std,
         channels_last=channels_last,
         dtype=spec.dtype,
         origin=_describe_origin(configuration, options),
@@ -140,14 +139,14 @@ def _size(spec: TensorSpec, resize: int | Size | None, sides: tuple[int | str, i
 def _values(config: _Configuration, options: DataOptions, channels: int) -> _Values:
     rescale = options.rescale or (config.rescale_factor if config.do_rescale else 1.0)
     mean, std = (config.image_mean, config.image_std) if config.do_normalize else (None, None)
-    values = _Values(rescale, options.mean or mean or (0.0,), options.std or std or (1.0,))
-    for name, given in (("mean", values.mean), ("std", values.std)):
+    mean, std = options.mean or mean or (0.0,), options.std or std or (1.0,)
+    for name, given in (("mean", mean), ("std", std)):
         if len(given) not in (1, channels) or (name == "std" and 0 in given):
             raise DataError(
                 f"the {name} {list(given)} does not fit images of {channels} channels",
                 "give one number, or one for each channel; a standard deviation is not 0",
             )
-    return values
+    return rescale, mean, std
 
 
 def _read_configuration(folder: Path) -> _Configuration | None:
@@ -276,16 +275,6 @@ def only_input(reference: str, request: Request) -> TensorSpec:
         names = ", ".join(spec.name for spec in request.inputs)
         raise DataError(f"{reference} holds images, and the model takes {names}", "give one array for each input")
     return request.inputs[0]
-
-
-def check_images(reference: str, _: Request) -> None:
-    """List the images of a folder; none is opened.
-
-    Raises:
-        DataError: there are none, or some beside sub-folders of some.
-        MissingCapability: Pillow is not installed.
-    """
-    listing(Path(reference))
 
 
 def listing(folder: Path) -> Listing:

@@ -44,15 +44,6 @@ def are_binary_masks(labels: Array) -> bool:
     return bool(np.isin(labels, (0, _UNLABELED)).all() and (labels == 0).any())
 
 
-def check_masks(reference: str, _: Request) -> None:
-    """Pair images and masks; none is opened.
-
-    Raises:
-        DataError: there are none, or one has no other half.
-    """
-    pair_masks(Path(reference))
-
-
 def pair_masks(folder: Path) -> list[tuple[Path, Path]]:
     """List the images, each with its mask: of the same name in the same sub-folder, in the order of their names.
 
