@@ -16,16 +16,8 @@ def _divide(first: Tensor, second: Tensor) -> Tensor:
     return first / second if first.is_floating_point() else torch.div(first, second, rounding_mode="trunc")
 
 
-def _power(base: Tensor, exponent: Tensor) -> Tensor:
-    return torch.pow(base, exponent).to(base.dtype)
-
-
 def _fold(function: Callable[[Tensor, Tensor], Tensor]) -> Compute:
     return lambda *values: functools.reduce(function, values)
-
-
-def _mean(*values: Tensor) -> Tensor:
-    return functools.reduce(torch.add, values) / len(values)
 
 
 def _clip(node: "ir.Node", opset: int) -> Compute:
@@ -39,44 +31,16 @@ def _clip(node: "ir.Node", opset: int) -> Compute:
     return compute
 
 
-def _gelu(x: Tensor, *, approximate: str = "none") -> Tensor:
-    return F.gelu(x, approximate=approximate)
-
-
-def _bias_gelu(x: Tensor, bias: Tensor) -> Tensor:
-    return F.gelu(x + bias)
-
-
-def _fast_gelu(x: Tensor, bias: Tensor | None = None) -> Tensor:
-    return F.gelu(x if bias is None else x + bias, approximate="tanh")
-
-
 def _swish(x: Tensor, alpha: float) -> Tensor:
     return x * torch.sigmoid(alpha * x)
-
-
-def _hard_sigmoid(x: Tensor, *, alpha: float = 0.2, beta: float = 0.5) -> Tensor:
-    return torch.clamp(alpha * x + beta, 0.0, 1.0)
 
 
 def _selu(x: Tensor, *, alpha: float = 1.67326319217681884765625, gamma: float = 1.05070102214813232421875) -> Tensor:
     return gamma * torch.where(x > 0, x, alpha * torch.expm1(torch.clamp(x, max=0.0)))
 
 
-def _threshold(x: Tensor, *, alpha: float = 1.0) -> Tensor:
-    return torch.where(x > alpha, x, torch.zeros_like(x))
-
-
 def _with_alpha(function: Callable[[Tensor, float], Tensor], default: float) -> Compute:
     return lambda x, *, alpha=default: function(x, alpha)
-
-
-def _prelu(x: Tensor, slope: Tensor) -> Tensor:
-    return torch.where(x >= 0, x, x * slope)
-
-
-def _mod(first: Tensor, second: Tensor, *, fmod: int = 0) -> Tensor:
-    return torch.fmod(first, second) if fmod else torch.remainder(first, second)
 
 
 def _is_infinite(x: Tensor, *, detect_positive: int = 1, detect_negative: int = 1) -> Tensor:
@@ -92,33 +56,30 @@ def _dropout(node: "ir.Node", opset: int) -> Compute:
     return lambda x, *_: x
 
 
+_SAME_NAMES = (
+    *("Neg", "Abs", "Sqrt", "Exp", "Log", "Erf", "Floor", "Ceil", "Round", "Reciprocal", "Sign", "Sin", "Cos", "Tan"),
+    *("Sinh", "Cosh", "Tanh", "Asin", "Acos", "Atan", "Asinh", "Acosh", "Atanh", "Sigmoid"),
+)
+"""Operators that torch has under the same names."""
 PLAIN: dict[str, Compute] = {
-    **{
-        name: getattr(torch, name.lower())
-        for name in ("Neg", "Abs", "Sqrt", "Exp", "Log", "Erf", "Floor", "Ceil", "Round")
-    },
-    **{
-        name: getattr(torch, name.lower())
-        for name in ("Reciprocal", "Sign", "Sin", "Cos", "Tan", "Sinh", "Cosh", "Tanh")
-    },
-    **{name: getattr(torch, name.lower()) for name in ("Asin", "Acos", "Atan", "Asinh", "Acosh", "Atanh", "Sigmoid")},
+    **{name: getattr(torch, name.lower()) for name in _SAME_NAMES},
     "Add": torch.add,
     "Sub": torch.sub,
     "Mul": torch.mul,
     "Div": _divide,
-    "Pow": _power,
+    "Pow": lambda base, exponent: torch.pow(base, exponent).to(base.dtype),
     "Relu": torch.relu,
-    "PRelu": _prelu,
+    "PRelu": lambda x, slope: torch.where(x >= 0, x, x * slope),
     "HardSwish": F.hardswish,
     "Softplus": F.softplus,
     "Softsign": F.softsign,
     "Mish": F.mish,
-    "BiasGelu": _bias_gelu,
-    "FastGelu": _fast_gelu,
+    "BiasGelu": lambda x, bias: F.gelu(x + bias),
+    "FastGelu": lambda x, bias=None: F.gelu(x if bias is None else x + bias, approximate="tanh"),
     "Min": _fold(torch.minimum),
     "Max": _fold(torch.maximum),
     "Sum": _fold(torch.add),
-    "Mean": _mean,
+    "Mean": lambda *values: functools.reduce(torch.add, values) / len(values),
     "And": torch.logical_and,
     "Or": torch.logical_or,
     "Xor": torch.logical_xor,
@@ -130,16 +91,16 @@ PLAIN: dict[str, Compute] = {
     "LessOrEqual": torch.le,
     "Where": torch.where,
     "IsNaN": torch.isnan,
-    "Gelu": _gelu,
+    "Gelu": lambda x, *, approximate="none": F.gelu(x, approximate=approximate),
     "QuickGelu": _with_alpha(_swish, 1.702),
     "Swish": _with_alpha(_swish, 1.0),
     "LeakyRelu": _with_alpha(F.leaky_relu, 0.01),
     "Elu": _with_alpha(F.elu, 1.0),
     "Celu": _with_alpha(F.celu, 1.0),
     "Selu": _selu,
-    "HardSigmoid": _hard_sigmoid,
-    "ThresholdedRelu": _threshold,
-    "Mod": _mod,
+    "HardSigmoid": lambda x, *, alpha=0.2, beta=0.5: torch.clamp(alpha * x + beta, 0.0, 1.0),
+    "ThresholdedRelu": lambda x, *, alpha=1.0: torch.where(x > alpha, x, torch.zeros_like(x)),
+    "Mod": lambda first, second, *, fmod=0: (torch.fmod if fmod else torch.remainder)(first, second),
     "IsInf": _is_infinite,
 }
 MADE: dict[str, Make] = {"Clip": _clip, "Dropout": _dropout}

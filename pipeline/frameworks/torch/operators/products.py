@@ -33,10 +33,6 @@ def _gemm(node: "ir.Node", opset: int) -> Compute:
     return compute
 
 
-def _einsum(*values: Tensor, equation: str = "") -> Tensor:
-    return torch.einsum(equation, *values)
-
-
 @functools.cache
 def _same_pads(
     sizes: tuple[int, ...], kernel: tuple[int, ...], strides: tuple[int, ...], steps: tuple[int, ...], *, upper: bool
@@ -145,7 +141,7 @@ PLAIN: dict[str, Compute] = {
     "MatMul": torch.matmul,
     "GlobalAveragePool": _global_pool(torch.mean),
     "GlobalMaxPool": _global_pool(torch.amax),
-    "Einsum": _einsum,
+    "Einsum": lambda *values, equation="": torch.einsum(equation, *values),
 }
 MADE: dict[str, Make] = {
     "Gemm": _gemm,

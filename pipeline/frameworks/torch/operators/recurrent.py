@@ -90,8 +90,4 @@ def _rnn(
 
 _LAYERS: dict[str, Callable[..., tuple[Tensor, ...]]] = {"LSTM": _lstm, "GRU": _gru, "RNN": _rnn}
 
-MADE: dict[str, Make] = {
-    "LSTM": _recurrent,
-    "GRU": _recurrent,
-    "RNN": _recurrent,
-}
+MADE: dict[str, Make] = dict.fromkeys(_LAYERS, _recurrent)

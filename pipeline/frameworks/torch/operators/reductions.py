@@ -82,10 +82,6 @@ def _batch_norm(node: "ir.Node", opset: int) -> Compute:
     return compute
 
 
-def _instance_norm(x: Tensor, scale: Tensor, bias: Tensor, *, epsilon: float = 1e-5) -> Tensor:
-    return torch.instance_norm(x, scale, bias, None, None, True, 0.0, epsilon, False)
-
-
 def _layer_norm(node: "ir.Node", opset: int) -> Compute:
     axis, epsilon = read_int(node, "axis", -1), read_float(node, "epsilon", 1e-5)
     if any(value.name for value in node.outputs[1:]):
@@ -121,10 +117,6 @@ def _mean_variance(x: Tensor, *, axes: tuple[int, ...] = (0, 2, 3)) -> Tensor:
     return centered / centered.square().mean(axes, keepdim=True).clamp(1e-18).sqrt()
 
 
-def _local_response(x: Tensor, *, size: int = 1, alpha: float = 1e-4, beta: float = 0.75, bias: float = 1.0) -> Tensor:
-    return F.local_response_norm(x, size, alpha, beta, bias)
-
-
 PLAIN: dict[str, Compute] = {
     "ReduceSum": _reduce(lambda x, axes, keep: x.sum(axes, keepdim=keep)),
     "ReduceMean": _reduce(_average),
@@ -139,11 +131,13 @@ PLAIN: dict[str, Compute] = {
     "Softmax": _softmax(torch.softmax),
     "LogSoftmax": _softmax(torch.log_softmax),
     "Hardmax": _softmax(_hardmax),
-    "InstanceNormalization": _instance_norm,
+    "InstanceNormalization": lambda x, scale, bias, *, epsilon=1e-5: torch.instance_norm(
+        x, scale, bias, None, None, True, 0.0, epsilon, False
+    ),
     "GroupNormalization": _group_norm,
     "RMSNormalization": _rms_norm,
     "LpNormalization": _lp_norm,
     "MeanVarianceNormalization": _mean_variance,
-    "LRN": _local_response,
+    "LRN": lambda x, *, size=1, alpha=1e-4, beta=0.75, bias=1.0: F.local_response_norm(x, size, alpha, beta, bias),
 }
 MADE: dict[str, Make] = {"BatchNormalization": _batch_norm, "LayerNormalization": _layer_norm}

@@ -35,13 +35,10 @@ def _cast(node: "ir.Node", opset: int) -> Compute:
 
 
 def _constant(node: "ir.Node", opset: int) -> Compute:
-    for name, kind in (("value_float", np.float32), ("value_floats", np.float32), ("value_int", np.int64)):
+    for name in ("value_float", "value_floats", "value_int", "value_ints"):
         if name in node.attributes:
-            numbers = np.asarray(node.attributes[name].value, kind)
+            numbers = np.asarray(node.attributes[name].value, np.float32 if "float" in name else np.int64)
             return lambda: torch.from_numpy(np.array(numbers))
-    if "value_ints" in node.attributes:
-        listed = np.asarray(node.attributes["value_ints"].value, np.int64)
-        return lambda: torch.from_numpy(np.array(listed))
     if "value" not in node.attributes:
         raise refuse(node, "it holds neither numbers nor a tensor")
     tensor = np.array(node.attributes["value"].as_tensor().numpy())
@@ -56,10 +53,6 @@ def _constant_of_shape(node: "ir.Node", opset: int) -> Compute:
     return lambda shape: filler.expand(list_sizes(shape)).clone()
 
 
-def _shape(x: Tensor, *, start: int = 0, end: int | None = None) -> Tensor:
-    return torch.tensor(x.shape[start:end], dtype=torch.int64)
-
-
 def _reshape(x: Tensor, shape: Tensor, *, allowzero: int = 0) -> Tensor:
     sizes = enumerate(list_sizes(shape))
     return x.reshape([x.shape[axis] if size == 0 and not allowzero else size for axis, size in sizes])
@@ -68,10 +61,6 @@ def _reshape(x: Tensor, shape: Tensor, *, allowzero: int = 0) -> Tensor:
 def _flatten(x: Tensor, *, axis: int = 1) -> Tensor:
     place = axis + x.ndim if axis < 0 else axis
     return x.reshape(math.prod(x.shape[:place]), math.prod(x.shape[place:]))
-
-
-def _transpose(x: Tensor, *, perm: tuple[int, ...] = ()) -> Tensor:
-    return x.permute(perm or tuple(range(x.ndim))[::-1])
 
 
 def _squeeze(x: Tensor, given: Tensor | None = None, *, axes: tuple[int, ...] | None = None) -> Tensor:
@@ -85,10 +74,6 @@ def _unsqueeze(x: Tensor, given: Tensor | None = None, *, axes: tuple[int, ...] 
     for axis in sorted(axis % rank for axis in chosen):
         x = x.unsqueeze(axis)
     return x
-
-
-def _concat(*values: Tensor, axis: int = 0) -> Tensor:
-    return torch.cat(values, axis)
 
 
 def _split(node: "ir.Node", opset: int) -> Compute:
@@ -137,10 +122,6 @@ def _positive(indices: Tensor, size: int) -> Tensor:
     return torch.where(indices < 0, indices + size, indices)
 
 
-def _gather_elements(x: Tensor, indices: Tensor, *, axis: int = 0) -> Tensor:
-    return x.gather(axis, _positive(indices, x.shape[axis]))
-
-
 def _gather_nd(x: Tensor, indices: Tensor, *, batch_dims: int = 0) -> Tensor:
     rank = indices.ndim - 1
     entries = [torch.arange(x.shape[axis], device=indices.device) for axis in range(batch_dims)]
@@ -175,10 +156,6 @@ def _expand(x: Tensor, shape: Tensor) -> Tensor:
     wanted = [1] * max(0, x.ndim - shape.numel()) + list_sizes(shape)
     x = x.reshape([1] * (len(wanted) - x.ndim) + list(x.shape))
     return x.expand([old if new == 1 else new for old, new in zip(x.shape, wanted, strict=True)])
-
-
-def _tile(x: Tensor, repeats: Tensor) -> Tensor:
-    return x.repeat(list_sizes(repeats))
 
 
 def _pad(
@@ -277,19 +254,19 @@ PLAIN: dict[str, Compute] = {
     "Identity": lambda x: x,
     "Size": lambda x: torch.tensor(x.numel()),
     "Expand": _expand,
-    "Tile": _tile,
+    "Tile": lambda x, repeats: x.repeat(list_sizes(repeats)),
     "Range": _range,
     "NonZero": lambda x: torch.nonzero(x).t(),
-    "Shape": _shape,
+    "Shape": lambda x, *, start=0, end=None: torch.tensor(x.shape[start:end], dtype=torch.int64),
     "Reshape": _reshape,
     "Flatten": _flatten,
-    "Transpose": _transpose,
+    "Transpose": lambda x, *, perm=(): x.permute(perm or tuple(range(x.ndim))[::-1]),
     "Squeeze": _squeeze,
     "Unsqueeze": _unsqueeze,
-    "Concat": _concat,
+    "Concat": lambda *values, axis=0: torch.cat(values, axis),
     "Slice": _slice,
     "Gather": _gather,
-    "GatherElements": _gather_elements,
+    "GatherElements": lambda x, indices, *, axis=0: x.gather(axis, _positive(indices, x.shape[axis])),
     "GatherND": _gather_nd,
     "Scatter": _scatter_elements,
     "ScatterElements": _scatter_elements,
