@@ -547,9 +547,10 @@ def test_verifying_takes_no_unit_that_is_the_last_one_of_a_layer() -> None:
     ]
     wide = Slice("wide.weight", 0, "makes", (*((),) * 7, (0,), (1,)))
     group = Group("wide", "channel", tuple((unit,) for unit in range(9)), (*one, wide), ("wide",))
-    assert len(pruner._draw_few(group)) == 1
-    assert pruner._draw_few(group)[0] in (7, 8)
-    assert pruner._draw_rest(group) == ()
+    few, rest, _ = pruner._draw(group)
+    assert len(few) == 1
+    assert few[0] in (7, 8)
+    assert rest == ()
 
 
 def test_a_norm_by_the_root_mean_square_shrinks_with_its_channels() -> None:

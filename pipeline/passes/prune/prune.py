@@ -95,8 +95,8 @@ def verify_masking(model: nn.Module, run: Run, groups: Sequence[Group]) -> str:
     Every unit is taken away once, in three parts: a forward may depend on few, as one with a maximum does, or one that
     drops the first channel.
     """
-    for draw in (_draw_few, _draw_rest, _draw_last):
-        removals = [Removal(group, units) for group in groups if (units := draw(group))]
+    for parts in zip(*map(_draw, groups), strict=True):
+        removals = [Removal(group, units) for group, units in zip(groups, parts, strict=True) if units]
         if removals and (why := _verify_removals(model, run, removals)):
             return why
     return ""
@@ -179,37 +179,21 @@ def _read_alike(before: _Read, after: _Read) -> bool:
     return _are_alike(expected, after.value, before.noise)
 
 
-def _draw_few(group: Group) -> tuple[int, ...]:
-    """Choose some units, in no pattern that the layers' own could fall in with."""
-    order, stay = _shuffle(group)
-    return tuple(sorted(order[: _count_few(group, stay)]))
+def _draw(group: Group) -> tuple[tuple[int, ...], ...]:
+    """Divide the units into some, in no pattern that the layers' own could fall in with; the others; and the last.
 
-
-def _draw_rest(group: Group) -> tuple[int, ...]:
-    """Choose the others, but for those that have to stay."""
-    order, stay = _shuffle(group)
-    return tuple(sorted(order[_count_few(group, stay) : group.units - max(1, stay)]))
-
-
-def _draw_last(group: Group) -> tuple[int, ...]:
-    """Choose those that the others left, but for those that a layer has nothing beside."""
-    order, stay = _shuffle(group)
+    The last are those that have to stay while the others go, but for those that a layer has nothing beside. The order
+    is by chance, for each group another one: those that fit only if they lose alike must fail.
+    """
+    generator = torch.Generator().manual_seed(zlib.crc32(group.root.encode()))
+    order, stay = group.order_removal(torch.randperm(group.units, generator=generator).tolist())
+    few, left = min(max(1, group.units // _SHARE), group.units - stay), group.units - max(1, stay)
     gone: set[int] = set()
     held = [{unit for unit, indices in enumerate(part.indices) if indices} for part in group.slices]
-    for unit in order[group.units - max(1, stay) :]:
+    for unit in order[left:]:
         if all(units - gone - {unit} for units in held if unit in units):
             gone.add(unit)
-    return tuple(sorted(gone))
-
-
-def _count_few(group: Group, stay: int) -> int:
-    return min(max(1, group.units // _SHARE), group.units - stay)
-
-
-def _shuffle(group: Group) -> tuple[list[int], int]:
-    """Order the units by chance, for each group in another way: those that fit only if they lose alike must fail."""
-    generator = torch.Generator().manual_seed(zlib.crc32(group.root.encode()))
-    return group.order_removal(torch.randperm(group.units, generator=generator).tolist())
+    return tuple(sorted(order[:few])), tuple(sorted(order[few:left])), tuple(sorted(gone))
 
 
 def _are_alike(before: Tensor, after: Tensor, noise: float = 0.0) -> bool:
