@@ -361,9 +361,8 @@ def keep_weights_floating(model: "ir.Model") -> int:
         ]
         name = f"{restore.outputs[0].name}_by_channel"
         attributes = {"axis": 0 if node.attributes.get_int("transA", 0) else 1}
-        own = writer.node("DequantizeLinear", [levels, *parts], [name], attributes=attributes, like=node)
+        own = writer.node("DequantizeLinear", [levels, *parts], [name], attributes=attributes, before=node)
         own.outputs[0].type, own.outputs[0].shape = restore.outputs[0].type, restore.outputs[0].shape
-        model.graph.insert_before(node, own)
         node.replace_input_with(0, own.outputs[0])
         count += 1
     writer.finish(model)
@@ -390,8 +389,7 @@ def _write_out_clamp(clamp: "ir.Node", writer: Writer) -> None:
         bounds = [writer.share_constant("zero", np.zeros((), np.float32)), None]
     for operator, bound in zip(("Max", "Min"), bounds, strict=True):
         if bound is not None:
-            node = writer.node(operator, [value, bound], [f"{clamp.outputs[0].name}_{operator}"], like=clamp)
-            writer.graph.insert_before(clamp, node)
-            value = node.outputs[0]
+            name = f"{clamp.outputs[0].name}_{operator}"
+            value = writer.node(operator, [value, bound], [name], before=clamp).outputs[0]
     if value is not clamp.inputs[0]:
         writer.replace(clamp, [value])

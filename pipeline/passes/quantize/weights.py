@@ -103,11 +103,10 @@ class _DynamicProducts:
             [*given, scale, zeros, state_scale, zeros],
             [f"{value.name}_dynamic" for value in node.outputs],
             domain="com.microsoft",
-            like=node,
+            before=node,
             name=str(node.name),
         )
         new.attributes.update({name: attribute for name, attribute in node.attributes.items() if name != "layout"})
-        self.writer.graph.insert_before(node, new)
         self.writer.replace(node, new.outputs)
 
     def _store_matrix(self, node: "ir.Node") -> "tuple[ir.Value, ir.Value]":
@@ -140,8 +139,7 @@ class _DynamicProducts:
         data = layers.get_input(reader, 0)
         if data not in self._activations:
             names = [f"{data.name}_{part}" for part in ("quantized", "scale", "zero_point")]
-            node = self.writer.node("DynamicQuantizeLinear", [data], names, like=reader)
-            self.writer.graph.insert_before(reader, node)
+            node = self.writer.node("DynamicQuantizeLinear", [data], names, before=reader)
             self._activations[data] = list(node.outputs)
         return self._activations[data]
 
@@ -157,9 +155,7 @@ class _DynamicProducts:
     ) -> "ir.Value":
         """Insert one of the operators that a node is made of, in front of it."""
         output = f"{node.outputs[0].name}_{part}"
-        new = self.writer.node(operator, inputs, [output], attributes=attributes, like=node, name=name)
-        self.writer.graph.insert_before(node, new)
-        return new.outputs[0]
+        return self.writer.node(operator, inputs, [output], attributes=attributes, before=node, name=name).outputs[0]
 
 
 def quantize_to_int4(

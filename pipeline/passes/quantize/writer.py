@@ -61,12 +61,14 @@ class Writer:
         *,
         attributes: "Attributes" = NO_ATTRIBUTES,
         domain: str = "",
+        before: "ir.Node | None" = None,
         like: "ir.Node | None" = None,
         name: str = "",
     ) -> "ir.Node":
-        """Return a new node that is in no graph yet, its outputs named; it belongs to the module of ``like``.
+        """Return a new node, its outputs named: inserted ``before`` another one, or not in the graph yet.
 
-        Without a ``name`` it is called after its first output and its operator.
+        It belongs to the module of that one, or of ``like``. Without a ``name`` it is called after its first output and
+        its operator.
         """
         node = ir.node(operator, inputs, dict(attributes), domain=domain, num_outputs=len(outputs))
         if domain:
@@ -74,7 +76,10 @@ class Writer:
         for value, wanted in zip(node.outputs, outputs, strict=True):
             value.name = self._names.new(wanted)
         node.name = name or self._names.new(f"{node.outputs[0].name}_{operator}")
-        node.metadata_props.update(like.metadata_props if like is not None else {})
+        beside = before or like
+        node.metadata_props.update(beside.metadata_props if beside is not None else {})
+        if before is not None:
+            self.graph.insert_before(before, node)
         return node
 
     def store(self, name: str, narrow: Narrow) -> Stored:
@@ -100,9 +105,8 @@ class Writer:
         if stored.block:
             attributes["block_size"] = stored.block
         name = f"{stored.name}_dequantized"
-        node = self.node("DequantizeLinear", inputs, [name], attributes=attributes, like=before)
+        node = self.node("DequantizeLinear", inputs, [name], attributes=attributes, before=before)
         _describe(node.outputs[0], stored.scale, stored.levels)
-        self.graph.insert_before(before, node)
         return node.outputs[0]
 
     def insert_pair(self, value: "ir.Value", grid: Grid, readers: "Iterable[tuple[ir.Node, int]] | None") -> None:
