@@ -35,6 +35,10 @@ RECORD = "samples.json"
 UNSTABLE = "unstable"
 POINTS: tuple[Point, ...] = ("min", "opt", "max")
 _WRITTEN = ("feeds", "outputs", UNSTABLE)
+_USUALLY_UNSET = (
+    *("drawing", "parts", "spans", "interacting", "unsteady", "rounding", "rounding_db", "unverified", "assumed"),
+)
+"""Fields that are not written where they have their default."""
 SYNTHETIC = "synthetic"
 """Origin of feeds that were made up."""
 JUDGED_SAMPLES = 8
@@ -319,21 +323,7 @@ def advise_sizes(assumed: Iterable[str]) -> str:
 
 def write(out: Path, samples: Samples) -> None:
     """Write ``samples.json``; the arrays are written case by case with :func:`write_arrays`."""
-    unset = {
-        name
-        for name in (
-            "drawing",
-            "parts",
-            "spans",
-            "interacting",
-            "unsteady",
-            "rounding",
-            "rounding_db",
-            "unverified",
-            "assumed",
-        )
-        if not getattr(samples, name) or (name == "drawing" and samples.drawing == "like")
-    }
+    unset = {name for name in _USUALLY_UNSET if getattr(samples, name) == Samples.model_fields[name].default}
     (out / RECORD).write_text(samples.model_dump_json(indent=1, exclude=unset), encoding="utf-8")
 
 

@@ -21,7 +21,7 @@ from enginesmith.pipeline.engines.profiling import NODE, WARM_CALLS, OperatorTim
 from enginesmith.pipeline.errors import MissingCapability, ModelError
 from enginesmith.pipeline.frameworks.onnx import model_file, traversal
 from enginesmith.pipeline.frameworks.onnx.coverage import CONVERTERS, is_product
-from enginesmith.pipeline.frameworks.onnx.shapes import attributes
+from enginesmith.pipeline.frameworks.onnx.traversal import attributes
 from enginesmith.pipeline.units import group_values
 
 if TYPE_CHECKING:

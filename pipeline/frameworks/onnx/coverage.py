@@ -12,7 +12,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from enginesmith.pipeline.frameworks.onnx import model_file, traversal
-from enginesmith.pipeline.frameworks.onnx.shapes import View, attributes, view
+from enginesmith.pipeline.frameworks.onnx.shapes import View, view
+from enginesmith.pipeline.frameworks.onnx.traversal import attributes
 from enginesmith.pipeline.frameworks.records import HALF, QUANTIZED, Coverage
 from enginesmith.pipeline.units import group_values
 

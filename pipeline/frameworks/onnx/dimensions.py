@@ -275,14 +275,6 @@ def _try(
     return []
 
 
-def _clear(value: "onnx.ValueInfoProto", rank: int) -> None:
-    """Replace the shape of an output by that many open dimensions."""
-    dims = value.type.tensor_type.shape.dim
-    del dims[:]
-    for _ in range(rank):
-        dims.add()
-
-
 def _contradicts(value: "onnx.ValueInfoProto", shape: Sequence[int]) -> bool:
     dims = value.type.tensor_type.shape.dim
     return len(dims) != len(shape) or any(
@@ -306,8 +298,9 @@ def _write_measured(
     columns = list(zip(*shapes, strict=True))
     words = {tuple(each[word] for each in sizes): word for word in sizes[0]}
     dims = value.type.tensor_type.shape.dim
-    if len(dims) != len(columns):
-        _clear(value, len(columns))
+    if len(dims) != len(columns):  # as many open ones take their place
+        del dims[:]
+        dims.extend(type(value.type.tensor_type.shape).Dimension() for _ in columns)
     for dim, column in zip(dims, columns, strict=True):
         if dim.dim_param or (model_file.is_fixed(dim) and {*column} == {dim.dim_value}):
             continue

@@ -363,15 +363,7 @@ def copy(path: Path, target: Path) -> None:
 
 def list_empty(model: "onnx.ModelProto") -> set[str]:
     """Name the constants of one dimension that have no elements, of subgraphs, too."""
-    stored = {tensor.name: tensor for graph in traversal.list_graphs(model) for tensor in graph.initializer}
-    constants = {
-        node.output[0]: attribute.t
-        for node in traversal.nodes(model)
-        if node.op_type == "Constant"
-        for attribute in node.attribute
-        if attribute.HasField("t")
-    }
-    return {name for name, tensor in {**stored, **constants}.items() if list(tensor.dims) == [0]}
+    return {name for name, tensor in traversal.constants(model) if list(tensor.dims) == [0]}
 
 
 def is_external(tensor: "onnx.TensorProto") -> bool:

@@ -38,11 +38,8 @@ class _Builder:
 
     def __init__(self, graph: "ir.Graph") -> None:
         self.graph, self.names = graph, edit.Names(graph)
-        self._stage = ""
-
-    def begin(self, stage: str) -> None:
-        """Name what comes now after a word."""
-        self._stage = stage
+        self.stage = ""
+        """A word that what is added is called after."""
 
     def add(self, operator: str, *inputs: "ir.Value | None", outputs: int = 1, **attributes: Any) -> "ir.Value":
         """Add a node, and return its first output."""
@@ -52,7 +49,7 @@ class _Builder:
         self, operator: str, *inputs: "ir.Value | None", outputs: int, **attributes: Any
     ) -> "Sequence[ir.Value]":
         """Add a node, and return its outputs."""
-        name = self.names.new(f"{self._stage}/{operator}")
+        name = self.names.new(f"{self.stage}/{operator}")
         values = [ir.Value(name=self.names.new(f"{name}_{index}")) for index in range(outputs)]
         self.graph.append(ir.node(operator, inputs, attributes or None, outputs=values, name=name))
         return values
@@ -60,7 +57,7 @@ class _Builder:
     def constant(self, numbers: Any, dtype: Any = np.int64) -> "ir.Value":
         """Add a constant."""
         array: Array = np.asarray(numbers, dtype)
-        return edit.add_constant(self.graph, self.names.new(f"{self._stage}/constant"), array)
+        return edit.add_constant(self.graph, self.names.new(f"{self.stage}/constant"), array)
 
     def cast(self, value: "ir.Value", dtype: str) -> "ir.Value":
         """Convert numbers to a type of numpy's."""
@@ -80,7 +77,7 @@ def _prepend(builder: _Builder, processing: Processing) -> None:
     prepared = processing.prepared
     if prepared is None:
         return
-    builder.begin("prepend")
+    builder.stage = "prepend"
     position = next(i for i, value in enumerate(builder.graph.inputs) if value.name == prepared.core.name)
     old = builder.graph.inputs[position]
     raw = ir.Value()
@@ -114,7 +111,7 @@ def _resize(builder: _Builder, value: "ir.Value", size: tuple[int, int]) -> "ir.
 
 
 def _append(builder: _Builder, step: Appended) -> None:
-    builder.begin(f"append/{step.word}")
+    builder.stage = f"append/{step.word}"
     graph = builder.graph
     given = [graph.outputs[index] for index in step.reads]
     for value in given:

@@ -75,19 +75,10 @@ def _list_whole_scales(model: "onnx.ModelProto") -> set[str]:
     """List the small constants whose numbers are all whole; those that lie in another file are left out."""
     from onnx import TensorProto, numpy_helper
 
-    tensors = [(tensor.name, tensor) for graph in traversal.list_graphs(model) for tensor in graph.initializer]
-    for node in traversal.nodes(model):
-        if node.op_type == "Constant":
-            tensors += [(node.output[0], entry.t) for entry in node.attribute if entry.name == "value"]
+    tensors = traversal.constants(model)
     within = [(name, each) for name, each in tensors if each.data_location != TensorProto.EXTERNAL]
     small = [(name, numpy_helper.to_array(each)) for name, each in within if len(each.dims) == 1 and each.dims[0] <= 8]
     return {name for name, value in small if value.dtype.kind == "f" and bool((value == np.round(value)).all())}
-
-
-def _attributes(node: "onnx.NodeProto") -> Mapping[str, Any]:
-    from onnx import helper
-
-    return {entry.name: helper.get_attribute_value(entry) for entry in node.attribute if not entry.ref_attr_name}
 
 
 def _reads(node: "onnx.NodeProto", place: int) -> bool:
@@ -95,7 +86,7 @@ def _reads(node: "onnx.NodeProto", place: int) -> bool:
 
 
 def _doubt_recurrence(node: "onnx.NodeProto", opset: int, whole: set[str]) -> str:
-    given = _attributes(node)
+    given = traversal.attributes(node)
     ignored = [name for name in ("clip", "input_forget") if given.get(name)]
     usual = {"GRU": (b"Sigmoid", b"Tanh"), "LSTM": (b"Sigmoid", b"Tanh", b"Tanh")}.get(node.op_type)
     chosen = tuple(given.get("activations", ()))
@@ -107,7 +98,7 @@ def _doubt_recurrence(node: "onnx.NodeProto", opset: int, whole: set[str]) -> st
 
 
 def _doubt_pool(node: "onnx.NodeProto", opset: int, whole: set[str]) -> str:
-    given = _attributes(node)
+    given = traversal.attributes(node)
     if given.get("auto_pad") == b"SAME_LOWER":
         return "with auto_pad SAME_LOWER"
     return "with storage_order 1" if given.get("storage_order") and len(node.output) > 1 else ""
@@ -115,7 +106,7 @@ def _doubt_pool(node: "onnx.NodeProto", opset: int, whole: set[str]) -> str:
 
 def _doubt_resize(node: "onnx.NodeProto", opset: int, whole: set[str]) -> str:
     """Doubt sizes that are not whole: onnx lays corners at them, and which pixel is nearest depends on rounding."""
-    given = _attributes(node)
+    given = traversal.attributes(node)
     aligned = given.get("coordinate_transformation_mode") == b"align_corners"
     scales = node.input[2] if _reads(node, 2) else ""
     nearest = given.get("mode", b"nearest") == b"nearest"

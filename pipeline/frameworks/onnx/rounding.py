@@ -185,7 +185,9 @@ class _Builder:
         else:
             limit = self._make_largest(known)
             if operator in _SUMS_OF_PRODUCTS:
-                limit = self._make("Min", limit, self._make("Max", size, self._make_spread(node)))
+                root = self._make("Sqrt", self._make_squared_sum(node))  # rounding moves sums by some times that
+                spread = self._make("Mul", root, self._constant(_DEVIATIONS))
+                limit = self._make("Min", limit, self._make("Max", size, spread))
             change = self._make("Mul", change, limit)
         moved = self._make("Add", known, change)
         beside = moved if operator in _PROBABILITIES else self._make("Mul", moved, known)  # which may move away from 0
@@ -248,10 +250,6 @@ class _Builder:
         angles = self._make("Mul", places, frequency)
         noise = self._make("Sin", self._make("Add", angles, turn))
         return self._make("Reshape", noise, self._make("Shape", value))
-
-    def _make_spread(self, node: "ir.Node") -> "ir.Value":
-        """Make what rounding moves a node's sums by: some times the root of the sum of squared products."""
-        return self._make("Mul", self._make("Sqrt", self._make_squared_sum(node)), self._constant(_DEVIATIONS))
 
     def _make_squared_sum(self, node: "ir.Node") -> "ir.Value":
         squares = []

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from enginesmith.pipeline.frameworks.onnx import model_file, reference, traversal
+from enginesmith.pipeline.frameworks.onnx.traversal import attributes
 from enginesmith.pipeline.tensors import compute_size, list_words
 
 if TYPE_CHECKING:
@@ -61,13 +62,6 @@ _ROUNDS = 50
 _MATRIX = 2
 _FLAT = 4  # rank of what is pooled whole, where no kernel tells it
 _TO_CHANNELS_FIRST, _TO_CHANNELS_LAST = [0, _FLAT - 1, *range(1, _FLAT - 1)], [0, *range(2, _FLAT), 1]
-
-
-def attributes(node: "onnx.NodeProto") -> dict[str, Any]:
-    """Return a node's attributes by name, as Python values."""
-    from onnx import helper
-
-    return {attribute.name: helper.get_attribute_value(attribute) for attribute in node.attribute}
 
 
 def _has_channels_last(node: "onnx.NodeProto") -> bool:
@@ -315,9 +309,7 @@ def _note(values: dict[str, Value], info: "onnx.ValueInfoProto") -> None:
     tensor = info.type.tensor_type
     if not tensor.elem_type:
         return
-    known = tensor.HasField("shape") and all(
-        dim.HasField("dim_value") and dim.dim_value >= 0 for dim in tensor.shape.dim
-    )
+    known = tensor.HasField("shape") and all(map(model_file.is_fixed, tensor.shape.dim))
     shape = tuple(int(dim.dim_value) for dim in tensor.shape.dim) if known else None
     value = Value(model_file.dtype_name(tensor.elem_type), shape)
     before = values.setdefault(info.name, value)

@@ -1,7 +1,7 @@
 """Walk through the nodes of an ONNX file, and the graphs inside of them."""
 
 from collections.abc import Iterable, Iterator
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     import onnx
@@ -57,3 +57,19 @@ def tensors(model: "onnx.ModelProto") -> Iterator["onnx.TensorProto"]:
             if attribute.HasField("t"):
                 yield attribute.t
             yield from attribute.tensors
+
+
+def constants(model: "onnx.ModelProto") -> Iterator[tuple[str, "onnx.TensorProto"]]:
+    """Yield the tensors that values have, by the names of these: initializers, and what Constant nodes hold."""
+    for graph in list_graphs(model):
+        yield from ((tensor.name, tensor) for tensor in graph.initializer)
+    for node in nodes(model):
+        if node.op_type == "Constant":
+            yield from ((node.output[0], attribute.t) for attribute in node.attribute if attribute.HasField("t"))
+
+
+def attributes(node: "onnx.NodeProto") -> dict[str, Any]:
+    """Return a node's attributes by name, as Python values; not those that a call of a function gives."""
+    from onnx import helper
+
+    return {entry.name: helper.get_attribute_value(entry) for entry in node.attribute if not entry.ref_attr_name}

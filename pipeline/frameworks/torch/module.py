@@ -26,6 +26,7 @@ from enginesmith.pipeline.frameworks.torch.dims import (
     explain_no_batch,
     infer_dims,
     input_dtypes,
+    resize_example,
     same_answers,
     suggest_dynamic_sizes,
 )
@@ -214,6 +215,10 @@ class LoadedModel:
     def dynamic_sizes(self) -> dict[str, int]:
         """Size of the example along each dynamic dimension."""
         return read_sizes(self.signature.inputs, self.example)
+
+    def resize(self, sizes: Mapping[str, int]) -> dict[str, Tensor]:
+        """Cut or repeat the example to other sizes of its dynamic dimensions, in the order of the inputs."""
+        return resize_example(self.signature.inputs, self.example, sizes)
 
     @property
     def without_processing(self) -> Self:

@@ -126,7 +126,7 @@ def differs_at(path: Path, loaded: "LoadedModel", sizes: Mapping[str, int]) -> b
     Raises:
         MissingCapability: ONNX Runtime is not installed.
     """
-    return _differs(path, loaded, _resize(loaded, sizes))
+    return _differs(path, loaded, loaded.resize(sizes))
 
 
 def _differs(path: Path, loaded: "LoadedModel", feeds: "Mapping[str, Tensor]") -> bool:
@@ -142,18 +142,12 @@ def _list_other_sizes(sizes: Mapping[str, int]) -> list[dict[str, int]]:
     return others + longer
 
 
-def _resize(loaded: "LoadedModel", sizes: Mapping[str, int]) -> "dict[str, Tensor]":
-    from enginesmith.pipeline.frameworks.torch.dims import resize_example
-
-    return resize_example(loaded.signature.inputs, loaded.example, sizes)
-
-
 def runs(loaded: "LoadedModel", sizes: Mapping[str, int]) -> bool:
     """Tell whether the module runs on the example at other sizes."""
     import torch
 
     with contextlib.suppress(*FAILURES, AttributeError, ImportError), torch.inference_mode():
-        loaded.module(*_resize(loaded, sizes).values())
+        loaded.module(*loaded.resize(sizes).values())
         return True
     return False
 

@@ -13,7 +13,7 @@ from pydantic import Field
 
 from enginesmith.pipeline.artifact import Artifact, Effect, Kind
 from enginesmith.pipeline.errors import ExportError, MissingCapability
-from enginesmith.pipeline.frameworks.onnx import edit, evaluator, ir, model_file
+from enginesmith.pipeline.frameworks.onnx import edit, evaluator, ir
 from enginesmith.pipeline.frameworks.onnx.processing import extend
 from enginesmith.pipeline.passes.base import Pass, PrecisionRequest, Progress, Records, Stage
 from enginesmith.pipeline.passes.export.agreement import (
@@ -125,14 +125,8 @@ def export_module(loaded: "LoadedModel", out: Path, options: Export, progress: P
         if loaded.module.extension:
             extend(model, loaded.module.extension.processing)
         progress("writing")
-        edit.save(model, out, options.external_data_bytes)
-    count, opset = edit.node_count(model), model.opset_imports[""]
-    return Effect(
-        file=edit.FILE,
-        summary=f"{count} nodes, opset {opset}, by the {exporter} exporter",
-        notes=tuple(notes),
-        signature=model_file.signature(out / edit.FILE),
-    )
+        summary = f"{edit.node_count(model)} nodes, opset {model.opset_imports['']}, by the {exporter} exporter"
+        return edit.save_with_summary(model, out, options.external_data_bytes, summary, tuple(notes))
 
 
 def _capture(
@@ -365,7 +359,6 @@ def _capture_elsewhere(
     :func:`widen_program` does; None where there is no such program.
     """
     if failure.runs_elsewhere is False:
-        failure.runs_elsewhere = False
         return None
     sizes = find_other_sizes(loaded)
     failure.runs_elsewhere = sizes is not None
@@ -379,10 +372,7 @@ def _capture_elsewhere(
 
 
 def _move_example(loaded: "LoadedModel", sizes: Mapping[str, int]) -> "LoadedModel":
-    from enginesmith.pipeline.frameworks.torch.dims import resize_example
-
-    example = resize_example(loaded.signature.inputs, loaded.example, sizes)
-    return dataclasses.replace(loaded, example=example, answers=())
+    return dataclasses.replace(loaded, example=loaded.resize(sizes), answers=())
 
 
 def widen_program(
@@ -461,10 +451,8 @@ def _list_dynamic_axes(signature: "Signature") -> tuple[dict[int, str], ...]:
 
 def _make_example(loaded: "LoadedModel") -> tuple["Tensor", ...]:
     """Return the example, repeated along dynamic dimensions of size 1."""
-    from enginesmith.pipeline.frameworks.torch.dims import resize_example
-
     sizes = {word: _MIN_SIZE if size == 1 else size for word, size in loaded.dynamic_sizes.items()}
-    return tuple(resize_example(loaded.signature.inputs, loaded.example, sizes).values())
+    return tuple(loaded.resize(sizes).values())
 
 
 def _check_inputs(shapes: Iterable[Iterable[Any]], loaded: "LoadedModel") -> None:

@@ -99,10 +99,8 @@ def _log1p(x: Any) -> Any:
     return op.Where(op.Equal(above, one), x, exact)
 
 
-@in_float32
-def log1p(self: Any) -> Any:
-    """Compute log(1 + x) to all digits; the exporter's is 0 for small x."""
-    return _log1p(self)
+log1p = in_float32(_log1p)
+"""Compute log(1 + x) to all digits; the exporter's is 0 for small x."""
 
 
 @in_float32

@@ -98,9 +98,7 @@ def find_size_limits(
 
 def find_program_fault(program: "ExportedProgram", loaded: "LoadedModel", sizes: Mapping[str, int]) -> Fault:
     """Find out whether program and module answer differently at these sizes, or the program alone cannot answer."""
-    from enginesmith.pipeline.frameworks.torch.dims import resize_example
-
-    feeds = resize_example(loaded.signature.inputs, loaded.example, sizes)
+    feeds = loaded.resize(sizes)
 
     def run(_: Feeds) -> list[Array]:
         return [to_array(value) for value in program.module(check_guards=False)(*feeds.values())]
