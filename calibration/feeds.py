@@ -97,7 +97,7 @@ class _Spool:
 def _iterate_feeds(reference: str) -> Iterator[tuple[int, dict[str, Array]]]:
     """Yield feeds with their numbers; the function may use one buffer for all of them."""
     source = find(reference, "data")
-    with blame_user_code(reference), _closing(_call(reference, source)) as feeds:
+    with blame_user_code(reference), _call(reference, source) as feeds:
         for number, feed in enumerate(feeds):
             if not isinstance(feed, Mapping):
                 raise DataError(f"{reference} yielded {type(feed).__name__}, expected a dict", _FORM)
@@ -108,15 +108,11 @@ def _iterate_feeds(reference: str) -> Iterator[tuple[int, dict[str, Array]]]:
             yield number, arrays
 
 
-def _call(reference: str, source: Any) -> Iterable[Any]:
+def _call(reference: str, source: Any) -> AbstractContextManager[Iterable[Any]]:
     feeds = source() if callable(source) else source
     if isinstance(feeds, Mapping) or not isinstance(feeds, Iterable):
         raise DataError(f"{reference} gives {type(feeds).__name__}, expected dicts one after another", _FORM)
-    return feeds
-
-
-def _closing(feeds: Any) -> AbstractContextManager[Iterable[Any]]:
-    return closing(feeds) if hasattr(feeds, "close") else nullcontext(feeds)
+    return closing(feeds) if hasattr(feeds, "close") else nullcontext(feeds)  # type: ignore[type-var]
 
 
 def _take_shared(place: str, feed: dict[str, Array], shared: Sequence[TensorSpec], whole: dict[str, Array]) -> None:

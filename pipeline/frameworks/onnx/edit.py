@@ -222,6 +222,13 @@ def find_only_reader(value: "ir.Value") -> "tuple[ir.Node | None, int]":
     return (uses[0].node, uses[0].idx) if alone else (None, 0)
 
 
+def find_added(node: "ir.Node") -> "tuple[ir.Node | None, int]":
+    """Find the Add that alone reads what a MatMul makes and adds a constant, its bias, and the constant's index."""
+    adder, index = find_only_reader(node.outputs[0]) if node.op_type == "MatMul" else (None, 0)
+    added = adder is not None and adder.op_type == "Add" and read_constant(adder.inputs[1 - index]) is not None
+    return (adder, 1 - index) if added else (None, 0)
+
+
 def is_weight(value: "ir.Value | None") -> bool:
     """Tell whether it is an initializer of float32 that nothing can be fed in the place of."""
     return (

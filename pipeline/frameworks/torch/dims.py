@@ -292,9 +292,8 @@ def _confirm_sums(
     """Return what holds of dimensions of outputs, by name and axis, at a third size of each word, all together."""
     sizes = read_sizes(specs, example)
     sizes |= {word: other + 1 if other > sizes[word] else (sizes[word] + other) // 2 for word, other in others.items()}
-    shapes: dict[str, tuple[int, ...]] = {}
-    with contextlib.suppress(Exception):  # whatever it raises, it does not take such sizes
-        shapes = dict(zip(names, _answer_shapes(module, specs, example, sizes), strict=True))
+    answered = _answer_shapes(module, specs, example, sizes)
+    shapes = {} if answered is None else dict(zip(names, answered, strict=True))
     return {
         (name, axis): dim
         for (name, axis), dim in sums.items()
@@ -345,9 +344,9 @@ def _try_other_size(
     size = sizes[symbol]
     others = (size + 1, max(1, size // 2), size * 2) if size < _LONG else (size // 2, size + 1, size * 2)
     for other in others:
-        with contextlib.suppress(Exception):
-            if other != size:
-                return other, _answer_shapes(module, specs, example, {**sizes, symbol: other})
+        shapes = _answer_shapes(module, specs, example, {**sizes, symbol: other}) if other != size else None
+        if shapes is not None:
+            return other, shapes
     return size, None
 
 
@@ -370,7 +369,7 @@ def _check_equal_words(
         size = sizes[first]
         for other in (size // 2, 2 * size):
             both, alone = {**sizes, first: other, second: other}, {**sizes, first: other}
-            if _runs(module, specs, example, both) and not _runs(module, specs, example, alone):
+            if _answer_shapes(module, specs, example, both) and not _answer_shapes(module, specs, example, alone):
                 one = (_rename_dim(_rename_dim(spec, first, _SIDE), second, _SIDE) for spec in specs)
                 raise SourceError(
                     f"the model runs with {first} = {second} = {other}, and not with {first} = {other} and "
@@ -379,22 +378,13 @@ def _check_equal_words(
                 )
 
 
-def _runs(
-    module: Forward, specs: Sequence[TensorSpec], example: Mapping[str, Tensor], sizes: Mapping[str, int]
-) -> bool:
-    """Tell whether the model runs at these sizes."""
-    with contextlib.suppress(Exception):
-        _answer_shapes(module, specs, example, sizes)
-        return True
-    return False
-
-
 def _answer_shapes(
     module: Forward, specs: Sequence[TensorSpec], example: Mapping[str, Tensor], sizes: Mapping[str, int]
-) -> Shapes:
-    """Run the module on the example at other sizes; return the shapes of its outputs."""
-    with torch.inference_mode():
+) -> Shapes | None:
+    """Run the module on the example at other sizes; return the shapes of its outputs, None where it does not run."""
+    with contextlib.suppress(Exception), torch.inference_mode():  # whatever it raises, it does not take such sizes
         return [tuple(value.shape) for value in module(*resize_example(specs, example, sizes).values())]
+    return None
 
 
 def suggest_dynamic_sizes(

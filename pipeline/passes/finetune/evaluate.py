@@ -4,7 +4,7 @@ import math
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, partial
 
 import numpy as np
 import torch
@@ -15,12 +15,12 @@ from enginesmith.calibration.dataset import Labels, assign_labels, take_labels
 from enginesmith.pipeline.frameworks.torch.module import LoadedModel
 from enginesmith.pipeline.passes.finetune.batches import LEAST_FOR_NORMS, Batch, DataParallel, Meter, SplitData, parts
 from enginesmith.pipeline.passes.finetune.losses import (
-    Binary,
     Distil,
     Loss,
     Supervised,
     are_binary,
     compare_with_labels,
+    find_form,
     user_loss,
 )
 from enginesmith.pipeline.passes.finetune.options import BatchLimits, RecoverOptions, TrainingPlan
@@ -248,32 +248,25 @@ AGREEMENT = Metric("agreement", agreement)
 """For data without labels."""
 
 
-@dataclass(frozen=True)
-class LossOnLabels:
-    """The loss of supervised recovery, over all samples at once, of the outputs that have labels."""
+def compute_label_loss(
+    names: Sequence[str], labeled: str | None, outputs: Feeds, theirs: Feeds, labels: Labels | None
+) -> float:
+    """Compute the loss of supervised recovery, over all samples at once, of the outputs that have labels.
 
-    names: Sequence[str]
-    """The model's outputs."""
-    labeled: str | None = None
-    """The output that labels of one array are of; None for the first."""
-
-    def __call__(self, outputs: Feeds, theirs: Feeds, labels: Labels | None) -> float:
-        """Compute the loss."""
-        total = 0.0
-        for name, given in assign_labels(labels, self.names, self.labeled).items():
-            if given.dtype.kind not in "biuf":
-                continue
-            numbers = torch.from_numpy(given.astype(np.float32 if given.dtype.kind == "f" else np.int64))
-            probable = bool(((theirs[name] >= 0) & (theirs[name] <= 1)).all())
-            binary: Binary | None = None
-            if are_binary(given):
-                binary = "probabilities" if probable else "logits"
-            loss = compare_with_labels(torch.from_numpy(outputs[name]), numbers, binary)
-            assert loss is not None  # the same labels are learnt from
-            total += float(loss)
-        return total
+    ``names`` are the model's outputs; ``labeled`` is the one that labels of one array are of, None for the first.
+    """
+    total = 0.0
+    for name, given in assign_labels(labels, names, labeled).items():
+        if given.dtype.kind not in "biuf":
+            continue
+        numbers = torch.from_numpy(given.astype(np.float32 if given.dtype.kind == "f" else np.int64))
+        form = find_form(theirs[name]) if are_binary(given) else None
+        loss = compare_with_labels(torch.from_numpy(outputs[name]), numbers, form)
+        assert loss is not None  # the same labels are learnt from
+        total += float(loss)
+    return total
 
 
 def loss_on_labels(names: Sequence[str], labeled: str | None = None) -> Metric:
     """Make the metric for labels that are numbers, or classes of more than samples."""
-    return Metric("loss", LossOnLabels(names, labeled), -1.0)
+    return Metric("loss", partial(compute_label_loss, names, labeled), -1.0)

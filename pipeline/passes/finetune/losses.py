@@ -239,7 +239,7 @@ class Supervised:
     """The model's outputs."""
     binary: frozenset[str] = frozenset()
     """Outputs whose labels are 0 or 1 in all samples."""
-    _probabilities: dict[str, bool] = field(default_factory=dict)
+    _forms: dict[str, Binary] = field(default_factory=dict)
 
     def __call__(self, student: NamedForward, teacher: NamedForward, batch: Batch) -> Tensor:
         """Compute the loss.
@@ -254,14 +254,13 @@ class Supervised:
                 "add an array named labels, or one for an output with the output's name, and name it with --labels; "
                 "or recover by distil, which needs none",
             )
-        if not self._probabilities:
-            self._probabilities.update(self._find_probabilities(teacher, batch))
+        if not self._forms:
+            with torch.no_grad():
+                answers = zip(self.names, teacher(*batch.inputs.values()), strict=True)
+                self._forms.update({name: find_form(value) for name, value in answers})
         outputs = dict(zip(self.names, student(*batch.inputs.values()), strict=True))
         for name, wanted in labels.items():
-            binary: Binary | None = None
-            if name in self.binary:
-                binary = "probabilities" if self._probabilities[name] else "logits"
-            loss = compare_with_labels(outputs[name], wanted, binary)
+            loss = compare_with_labels(outputs[name], wanted, self._forms[name] if name in self.binary else None)
             if loss is None:
                 raise DataError(
                     f"labels of {_form(wanted)} do not fit the output {name!r} of {_form(outputs[name])}",
@@ -271,10 +270,10 @@ class Supervised:
             total.append(loss)
         return torch.stack(total).sum()
 
-    @torch.no_grad()
-    def _find_probabilities(self, teacher: NamedForward, batch: Batch) -> dict[str, bool]:
-        values = teacher(*batch.inputs.values())
-        return {name: bool(((value >= 0) & (value <= 1)).all()) for name, value in zip(self.names, values, strict=True)}
+
+def find_form(answers: Tensor | Array) -> Binary:
+    """Find the form of answers to labels of 0 and 1."""
+    return "probabilities" if bool(((answers >= 0) & (answers <= 1)).all()) else "logits"
 
 
 def are_binary(labels: Array) -> bool:

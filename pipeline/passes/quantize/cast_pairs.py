@@ -55,13 +55,6 @@ def find_adder(node: "ir.Node") -> "ir.Node | None":
     return reader if reader is not None and reader.op_type == "Add" else None
 
 
-def find_bias_adder(node: "ir.Node") -> "ir.Node | None":
-    """Return the node that adds a constant to what a MatMul makes."""
-    adder = find_adder(node)
-    added = adder is not None and any(edit.read_constant(value) is not None for value in adder.inputs)
-    return adder if added else None
-
-
 class _Rounder:
     """Adds pairs to one graph, and counts them."""
 
@@ -73,7 +66,7 @@ class _Rounder:
 
     def round_result(self, node: "ir.Node") -> None:
         """Round what a product makes, for all that read it."""
-        adder = find_bias_adder(node)
+        adder, _ = edit.find_added(node)
         if adder is not None:
             self._round_constants(adder)
         value = (adder or node).outputs[0]

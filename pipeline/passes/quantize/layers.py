@@ -249,13 +249,11 @@ def _name_precision(node: "ir.Node") -> str:
 def _find_bias(node: "ir.Node") -> "ir.Value | None":
     """Find the constant that a product adds, or the one that the only reader of a MatMul adds to each column."""
     if node.op_type == "MatMul":
-        reader, index = edit.find_only_reader(node.outputs[0])
-        weight = find_weight(node.inputs[WEIGHT])
-        if reader is None or reader.op_type != "Add" or weight is None:
-            return None
-        added = edit.read_constant(reader.inputs[1 - index])
-        fits = added is not None and tuple(added.shape) == tuple(weight.shape)[-1:]
-        return reader.inputs[1 - index] if fits else None
+        adder, index = edit.find_added(node)
+        weight, added = find_weight(node.inputs[WEIGHT]), adder.inputs[index] if adder is not None else None
+        content = edit.read_constant(added)
+        fits = content is not None and weight is not None and tuple(content.shape) == tuple(weight.shape)[-1:]
+        return added if fits else None
     constant = (
         node.op_type in PRODUCTS and len(node.inputs) > BIAS and edit.read_constant(node.inputs[BIAS]) is not None
     )

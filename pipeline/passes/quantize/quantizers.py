@@ -251,13 +251,11 @@ def add_to_bias(node: "ir.Node", more: Array) -> bool:
     it. Other readers of the same bias keep theirs.
     """
     if node.op_type == "MatMul":
-        reader, index = edit.find_only_reader(node.outputs[0])
-        if reader is None or reader.op_type != "Add":
+        adder, index = edit.find_added(node)
+        bias = edit.read(adder.inputs[index]) if adder is not None else None
+        if adder is None or bias is None or bias.shape != more.shape:
             return False
-        bias = edit.read(reader.inputs[1 - index])
-        if bias is None or bias.shape != more.shape:
-            return False
-        edit.write([(reader, 1 - index)], (bias + more).astype(np.float32))
+        edit.write([(adder, index)], (bias + more).astype(np.float32))
         return True
     bias = read_bias(node)
     share = node.attributes.get_float("beta", 1.0) if node.op_type == "Gemm" else 1.0

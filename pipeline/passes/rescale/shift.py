@@ -112,9 +112,8 @@ def _find_bias(product: Product) -> _Place | None:
     """Find the bias of a product, what it multiplies included; None where it has none, or pads with zeros."""
     node = product.node
     if node.op_type == "MatMul":
-        adder, index = edit.find_only_reader(node.outputs[0])
-        constant = adder is not None and adder.op_type == "Add" and edit.is_factor(adder.inputs[1 - index])
-        return _Place(adder, 1 - index) if constant and adder is not None else None
+        adder, index = edit.find_added(node)
+        return _Place(adder, index) if adder is not None and edit.is_factor(adder.inputs[index]) else None
     unpadded = node.attributes.get_string("auto_pad", "NOTSET") in ("NOTSET", "VALID")
     unpadded = unpadded and not any(node.attributes.get_ints("pads", ()))
     place = _find_constant(node) if node.op_type == "Gemm" or (node.op_type == "Conv" and unpadded) else None
