@@ -1,6 +1,7 @@
 """Find out by running a model which dimensions may vary, and which output dimension follows which input."""
 
 import contextlib
+import functools
 import itertools
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 
@@ -33,6 +34,8 @@ _SIDE = "side"
 
 Forward = Callable[..., tuple[Tensor, ...]]
 Shapes = list[tuple[int, ...]]
+AnswerShapes = Callable[[Mapping[str, int]], Shapes | None]
+"""Runs a module on its example at other sizes; None where it does not take them."""
 
 
 def default_specs(example: Mapping[str, Tensor]) -> tuple[TensorSpec, ...]:
@@ -218,10 +221,11 @@ def infer_dims(
     chosen, followed = _list_chosen_by_values(module, example, outputs), set[str]()
     for name, axis in chosen:
         dims[name][axis] = f"{name}_dim_{axis}"
+    answer = functools.partial(_answer_shapes, module, specs, example)
     sizes, others, rarely = read_sizes(specs, example), dict[str, int](), list[str]()
     grown: dict[tuple[str, int], dict[str, bool]] = {}
     for symbol, size in sizes.items():
-        other, shapes = _try_other_size(module, specs, example, symbol, sizes)
+        other, shapes = _try_other_size(answer, symbol, sizes)
         rarely += [symbol] if symbol != BATCH and other in (size, size + 1) and size >= _LONG else []
         alone = (
             not specs_given and symbol == BATCH and size == 1 and _answers_first_alone(module, specs, example, outputs)
@@ -239,7 +243,7 @@ def infer_dims(
                         followed.add(symbol)
                         grown.setdefault((name, axis), {})[symbol] = after - before == other - size
         elif specs_given:
-            _check_equal_words(module, specs, example, sizes.keys() - {BATCH}, sizes)
+            _check_equal_words(answer, specs, sizes.keys() - {BATCH}, sizes)
             raise SourceError(
                 f"the model runs with {symbol} = {size}, and with no other size that was tried",
                 f"write the number {size} instead of {symbol!r} in --input, or fix the model",
@@ -249,14 +253,14 @@ def infer_dims(
             specs = tuple(spec.model_copy(update={"shape": shape}) for spec, shape in zip(specs, fixed, strict=True))
             behavior = "answers the first sample alone" if alone else f"runs with a batch of {size} only"
             notes.append(f"the model {behavior}, so the dimension is fixed")
-    _check_equal_words(module, specs, example, rarely, sizes)
+    _check_equal_words(answer, specs, rarely, sizes)
     sums = {
         (name, axis): _write_sum(words, outputs[name].shape[axis] - sum(sizes[word] for word in words), specs)
         for (name, axis), words in grown.items()
         if all(words.values()) and (name, axis) not in chosen
     }
     if any(map(is_sum, sums.values())):
-        sums = _confirm_sums(sums, module, specs, example, list(outputs), others)
+        sums = _confirm_sums(sums, answer, list(outputs), sizes, others)
     for name, axis in grown:
         dims[name][axis] = sums.get((name, axis)) or f"{name}_dim_{axis}"
     results = (
@@ -283,16 +287,15 @@ def _write_sum(words: Iterable[str], rest: int, specs: Sequence[TensorSpec]) -> 
 
 def _confirm_sums(
     sums: Mapping[tuple[str, int], str],
-    module: Forward,
-    specs: tuple[TensorSpec, ...],
-    example: Mapping[str, Tensor],
+    answer: AnswerShapes,
     names: Sequence[str],
+    sizes: Mapping[str, int],
     others: Mapping[str, int],
 ) -> dict[tuple[str, int], str]:
     """Return what holds of dimensions of outputs, by name and axis, at a third size of each word, all together."""
-    sizes = read_sizes(specs, example)
-    sizes |= {word: other + 1 if other > sizes[word] else (sizes[word] + other) // 2 for word, other in others.items()}
-    answered = _answer_shapes(module, specs, example, sizes)
+    third = {word: other + 1 if other > sizes[word] else (sizes[word] + other) // 2 for word, other in others.items()}
+    sizes = {**sizes, **third}
+    answered = answer(sizes)
     shapes = {} if answered is None else dict(zip(names, answered, strict=True))
     return {
         (name, axis): dim
@@ -333,29 +336,19 @@ def _list_chosen_by_values(
     return []
 
 
-def _try_other_size(
-    module: Forward,
-    specs: tuple[TensorSpec, ...],
-    example: Mapping[str, Tensor],
-    symbol: str,
-    sizes: Mapping[str, int],
-) -> tuple[int, Shapes | None]:
+def _try_other_size(answer: AnswerShapes, symbol: str, sizes: Mapping[str, int]) -> tuple[int, Shapes | None]:
     """Find another size of a word that the model runs with, and the shapes it gives; None where there is none."""
     size = sizes[symbol]
     others = (size + 1, max(1, size // 2), size * 2) if size < _LONG else (size // 2, size + 1, size * 2)
     for other in others:
-        shapes = _answer_shapes(module, specs, example, {**sizes, symbol: other}) if other != size else None
+        shapes = answer({**sizes, symbol: other}) if other != size else None
         if shapes is not None:
             return other, shapes
     return size, None
 
 
 def _check_equal_words(
-    module: Forward,
-    specs: Sequence[TensorSpec],
-    example: Mapping[str, Tensor],
-    words: Collection[str],
-    sizes: Mapping[str, int],
+    answer: AnswerShapes, specs: Sequence[TensorSpec], words: Collection[str], sizes: Mapping[str, int]
 ) -> None:
     """Check that no two of these words have to be equal, as height and width of a model that takes squares.
 
@@ -369,7 +362,7 @@ def _check_equal_words(
         size = sizes[first]
         for other in (size // 2, 2 * size):
             both, alone = {**sizes, first: other, second: other}, {**sizes, first: other}
-            if _answer_shapes(module, specs, example, both) and not _answer_shapes(module, specs, example, alone):
+            if answer(both) and not answer(alone):
                 one = (_rename_dim(_rename_dim(spec, first, _SIDE), second, _SIDE) for spec in specs)
                 raise SourceError(
                     f"the model runs with {first} = {second} = {other}, and not with {first} = {other} and "

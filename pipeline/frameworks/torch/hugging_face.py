@@ -10,6 +10,7 @@ from torch.utils import _pytree
 
 from enginesmith.pipeline.errors import SourceError
 from enginesmith.pipeline.frameworks.torch.hugging_face_inputs import FACTORY, find_text_config
+from enginesmith.pipeline.units import name_some
 
 _LISTED = 5
 
@@ -43,7 +44,7 @@ def load_model(transformers: Any, target: str) -> tuple[nn.Module, list[str], li
         name, config=config, dtype="float32", output_loading_info=True, **options
     )
     if surplus := sorted(report["unexpected_keys"]):
-        notes.append(f"weights that {type(module).__name__} does not have were left out: {_list_names(surplus)}")
+        notes.append(f"weights that {type(module).__name__} does not have were left out: {name_some(surplus, _LISTED)}")
     notes += describe_tags(name_classes(config)) if named.endswith("ForTokenClassification") else []
     return module, sorted(report["missing_keys"]), notes
 
@@ -81,7 +82,7 @@ def check_missing(module: nn.Module, example: Mapping[str, Tensor], missing: Col
     drawn = [stored[name] for name in missing if name in stored and stored[name].is_floating_point()]
     if not drawn:
         return []
-    named, changed = f"{type(module).__name__}: {_list_names(sorted(missing))}", ["the answers"]
+    named, changed = f"{type(module).__name__}: {name_some(sorted(missing), _LISTED)}", ["the answers"]
     copies = [value.detach().clone() for value in drawn]
     with contextlib.suppress(Exception), torch.no_grad():  # it may not run without inputs that only the user knows
         before = _answer(module, example)
@@ -117,7 +118,7 @@ def check_callable(module: nn.Module) -> None:
         parts = [name for name, part in module.named_children() if type(part).forward is not nn.Module.forward]
         raise SourceError(
             f"{type(module).__name__} has no forward, so that it cannot be called as a module",
-            f"give one of its parts ({_list_names(parts)}) with its inputs: write {FACTORY}",
+            f"give one of its parts ({name_some(parts, _LISTED)}) with its inputs: write {FACTORY}",
         )
 
 
@@ -144,8 +145,3 @@ def advise_random(module: nn.Module) -> str:
         f"set what is random to 0.0 in its config.json: {', '.join(named)}; or, where it draws numbers otherwise, "
         f"write {FACTORY}, in which that is taken out"
     )
-
-
-def _list_names(names: list[str]) -> str:
-    more = f" and {len(names) - _LISTED} more" if len(names) > _LISTED else ""
-    return ", ".join(names[:_LISTED]) + more

@@ -193,7 +193,7 @@ class _Retyper:
                     self._change_value(value, low=self._low.makes_low(node, index))
         for node in self._low.slots:
             if self._low.slots[node].outputs:
-                self._change_attributes(node)
+                change_attributes(node, _TYPE_ATTRIBUTES, ir.DataType.FLOAT, self._dtype)
         self._drop_idle_casts(nodes)
 
     def _change_constant(self, value: "ir.Value") -> None:
@@ -250,16 +250,6 @@ class _Retyper:
             bounds.append(add_constant(self._graph, self._names.new(f"{name}_{word}"), content))
         return new_node("Clip", [value, *bounds], {}, self._names.new(f"{name}_clipped"), ir.DataType.FLOAT, value)
 
-    def _change_attributes(self, node: "ir.Node") -> None:
-        """Change the types that attributes name, of what the node makes."""
-        for name in _TYPE_ATTRIBUTES:
-            if name in node.attributes and node.attributes[name].value == ir.DataType.FLOAT:
-                node.attributes[name] = ir.AttrInt64(name, self._dtype)
-        if node.op_type == "ConstantOfShape":
-            given = node.attributes.get("value")
-            fill = given.as_tensor().numpy() if given is not None else np.zeros(1, np.float32)
-            node.attributes["value"] = ir.AttrTensor("value", ir.tensor(narrow(fill, self._dtype)))
-
     def _drop_idle_casts(self, nodes: "Iterable[ir.Node]") -> None:
         """Remove casts of the given graph from a type to itself, now that both its sides are the same."""
         for node in nodes:
@@ -269,6 +259,17 @@ class _Retyper:
             if not node.outputs[0].is_graph_output():
                 node.outputs[0].replace_all_uses_with(source)
                 self._graph.remove(node, safe=True)
+
+
+def change_attributes(node: "ir.Node", names: "Iterable[str]", old: "ir.DataType", new: "ir.DataType") -> None:
+    """Change a type that attributes of these names have to another one, and that of what ConstantOfShape fills with."""
+    for name in names:
+        if name in node.attributes and node.attributes[name].value == old:
+            node.attributes[name] = ir.AttrInt64(name, new)
+    if node.op_type == "ConstantOfShape":
+        given = node.attributes.get("value")
+        fill = given.as_tensor().numpy() if given is not None else np.zeros(1, np.float32)
+        node.attributes["value"] = ir.AttrTensor("value", ir.tensor(narrow(fill, new)))
 
 
 def hand_over(graph: "ir.Graph", value: "ir.Value", new: "ir.Value") -> None:

@@ -10,11 +10,9 @@ Weights stay as they are on disk, each behind a Cast; inputs and outputs keep th
 
 from collections.abc import Sequence
 
-import numpy as np
-
 from enginesmith.pipeline.frameworks.onnx import ir
 from enginesmith.pipeline.frameworks.onnx.edit import Names, has_body, infer_shapes, insert_behind
-from enginesmith.pipeline.passes.float16.convert import hand_over, new_node
+from enginesmith.pipeline.passes.float16.convert import change_attributes, hand_over, new_node
 
 _EXACT = frozenset(
     {
@@ -69,7 +67,7 @@ class _Rewriter:
         casts: list[ir.Node] = []
         narrow = value
         if maker in self._wide:
-            _compute_wide(maker, kind)
+            change_attributes(maker, _TYPE_ATTRIBUTES, kind, ir.DataType.FLOAT)
             value.dtype = ir.DataType.FLOAT
             others = [use for use in uses if use[0] not in self._wide]
             if others or value.is_graph_output() or maker.op_type not in _EXACT:
@@ -94,13 +92,3 @@ class _Rewriter:
         for node, index in uses:
             node.replace_input_with(index, cast.outputs[0])
         return cast.outputs[0]
-
-
-def _compute_wide(node: "ir.Node", kind: "ir.DataType") -> None:
-    """Rename the narrow type to float32 in attributes."""
-    for name in _TYPE_ATTRIBUTES:
-        if name in node.attributes and node.attributes[name].value == kind:
-            node.attributes[name] = ir.AttrInt64(name, ir.DataType.FLOAT)
-    fill = node.attributes.get("value")
-    if node.op_type == "ConstantOfShape" and fill is not None:
-        node.attributes["value"] = ir.AttrTensor("value", ir.tensor(fill.as_tensor().numpy().astype(np.float32)))

@@ -374,16 +374,14 @@ def _attributes(group: Group, parts: Parts, heads: int, size: int) -> list[tuple
         if path.split(".")[: len(outer)] != outer or type(module).__module__.startswith("torch.nn"):
             continue
         numbers = {name: value for name, value in vars(module).items() if type(value) is int}
-        own = []
-        for name, value in numbers.items():
-            if "head" in name and value == heads and "dim" not in name and "size" not in name:
-                own.append(Attribute(path, name, 1))
-        own += [
-            Attribute(path, name, size) for name, value in numbers.items() if "head" in name and value == group.width
-        ]
+        of_heads = {name: value for name, value in numbers.items() if "head" in name}
+        counted = (
+            name for name, value in of_heads.items() if value == heads and "dim" not in name and "size" not in name
+        )
+        wide = [name for name, value in numbers.items() if value == group.width]
+        own = [Attribute(path, name, 1) for name in counted]
+        own += [Attribute(path, name, size) for name in wide if name in of_heads]
         counts += own
-        if own:
-            others = ((name, value) for name, value in numbers.items() if "head" not in name)
-            widths += [Attribute(path, name, size) for name, value in others if value == group.width]
+        widths += [Attribute(path, name, size) for name in wide if own and name not in of_heads]
     choices = [tuple(counts), (*counts, *widths), ()]
     return list(dict.fromkeys(choices))

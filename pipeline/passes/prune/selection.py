@@ -37,14 +37,13 @@ def rate_units(groups: Sequence[Group], importance: Importance, seed: int) -> tu
     """
     from torch_pruning.pruner import importance as measures
 
-    if importance == "random":
-        measure: Any = measures.RandomImportance()
-    elif importance == "bn":
-        measure = measures.BNScaleImportance(normalizer=None)
-    elif importance == "taylor":
-        measure = measures.GroupTaylorImportance(normalizer=None)
-    else:
-        measure = measures.GroupMagnitudeImportance(p=int(importance[1]), normalizer=None)
+    measure: Any = {
+        "random": measures.RandomImportance(),
+        "bn": measures.BNScaleImportance(normalizer=None),
+        "taylor": measures.GroupTaylorImportance(normalizer=None),
+        "l1": measures.GroupMagnitudeImportance(p=1, normalizer=None),
+        "l2": measures.GroupMagnitudeImportance(p=2, normalizer=None),
+    }[importance]
     ratings: dict[str, Tensor] = {}
     none: dict[str, str] = {}
     with torch.random.fork_rng(devices=[]):

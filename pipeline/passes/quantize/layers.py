@@ -4,7 +4,7 @@ import difflib
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 from enginesmith.pipeline.errors import InvalidGraph, UsageError
 from enginesmith.pipeline.frameworks.onnx import edit, ir
@@ -106,19 +106,30 @@ def find_groups(model: "ir.Model") -> tuple[QuantizableOp, ...]:
     return tuple(_describe_group(node) for node in products if node.op_type in PRODUCTS or node.op_type in _WHOLE)
 
 
-class Named(NamedTuple):
-    """Names by which ``--keep`` may name a node, with or without a quantized form; groups have them, too."""
+class Named(Protocol):
+    """Require the names by which ``--keep`` may name a node."""
+
+    @property
+    def name(self) -> str:
+        """Return the node's name."""
+
+    @property
+    def module(self) -> str:
+        """Return the dotted path of the PyTorch module that it came from; empty where that is not known."""
+
+
+class FloatNode(NamedTuple):
+    """Name a node that may read or make float32, with or without a quantized form."""
 
     name: str
     module: str
-    """Dotted path of the PyTorch module that it came from; empty where that is not known."""
 
 
-def list_float_nodes(model: "ir.Model") -> tuple[Named, ...]:
+def list_float_nodes(model: "ir.Model") -> tuple[FloatNode, ...]:
     """List the nodes of a graph that may compute in float32, in its order; not those of branches and loops."""
     floats = (None, ir.DataType.FLOAT)
     return tuple(
-        Named(str(node.name), node.metadata_props.get(MODULE_KEY, ""))
+        FloatNode(str(node.name), node.metadata_props.get(MODULE_KEY, ""))
         for node in model.graph
         if any(value is not None and value.dtype in floats for value in (*node.inputs, *node.outputs))
     )
