@@ -159,13 +159,8 @@ def _operators_kept(module: ModuleType) -> Iterator[None]:
             if "already a kernel" not in str(error):
                 raise
 
-    for name, function in (("__init__", begin), ("define", define), ("impl", implement)):
-        setattr(library, name, function)
-    try:
+    with file_tracking.swap(library, __init__=begin, define=define, impl=implement):
         yield
-    finally:
-        for name, function in own.items():
-            setattr(library, name, function)
 
 
 def _module(source: Source) -> Built:

@@ -196,6 +196,19 @@ def track_files(allow_pickle: bool, *, again: bool = False) -> Iterator[FileTrac
             _existence.update({**tracker.existence, **_existence})
 
 
+@contextlib.contextmanager
+def swap(place: Any, **stand_ins: Any) -> Iterator[None]:
+    """Give a module or a class other functions within the block."""
+    own = {name: getattr(place, name) for name in stand_ins}
+    for name, stand_in in stand_ins.items():
+        setattr(place, name, stand_in)
+    try:
+        yield
+    finally:
+        for name, function in own.items():
+            setattr(place, name, function)
+
+
 @functools.cache
 def _install_hook() -> None:
     """Install the audit hook, once in each process: it cannot be removed."""
@@ -227,8 +240,7 @@ def _track_native_opens(tracker: FileTracker) -> Iterator[None]:
             stand_in = wrap(opened)
             for place in filter(None, list(sys.modules.values())):
                 if read_held(place, name) is opened:
-                    setattr(place, name, stand_in)
-                    stack.callback(setattr, place, name, opened)
+                    stack.enter_context(swap(place, **{name: stand_in}))
         yield
 
 
@@ -280,11 +292,8 @@ def _track_variables(tracker: FileTracker) -> Iterator[None]:
             listed.update((id(name), name) for name in names)
         return iter(names)
 
-    kind.__getitem__, kind.__iter__ = note, list_names  # type: ignore[method-assign]
-    try:
+    with swap(kind, __getitem__=note, __iter__=list_names):
         yield
-    finally:
-        kind.__getitem__, kind.__iter__ = read, iterate  # type: ignore[method-assign]
 
 
 @contextlib.contextmanager
@@ -309,11 +318,10 @@ def _track_existence(tracker: FileTracker) -> Iterator[None]:
     abilities = [names for names in (os.supports_dir_fd, os.supports_fd, os.supports_follow_symlinks) if stat in names]
     for names in abilities:
         names.add(stat_and_note)
-    os.stat = stat_and_note
     try:
-        yield
+        with swap(os, stat=stat_and_note):
+            yield
     finally:
-        os.stat = stat
         for names in abilities:
             names.discard(stat_and_note)
 

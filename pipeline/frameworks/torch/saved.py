@@ -26,7 +26,7 @@ from enginesmith.pipeline.frameworks.processing import Processing
 from enginesmith.pipeline.frameworks.source import SAVED, Source, rebase, resolve
 from enginesmith.pipeline.frameworks.torch import factories
 from enginesmith.pipeline.frameworks.torch.dims import same_answers
-from enginesmith.pipeline.frameworks.torch.file_tracking import read_held, track_files
+from enginesmith.pipeline.frameworks.torch.file_tracking import read_held, swap, track_files
 from enginesmith.pipeline.frameworks.torch.module import LoadedModel, LoadOptions, NamedForward, extend
 from enginesmith.pipeline.frameworks.torch.processing import Extension
 from enginesmith.pipeline.frameworks.torch.surgery import Surgery, apply_surgery, named_tensors, put_module
@@ -63,13 +63,8 @@ def parameters_left_empty() -> Iterator[None]:
         return fill
 
     fillers = {name: value for name, value in vars(nn.init).items() if name.endswith("_") and not name.startswith("_")}
-    for name, filler in fillers.items():
-        setattr(nn.init, name, skip_parameters(filler))
-    try:
+    with swap(nn.init, **{name: skip_parameters(filler) for name, filler in fillers.items()}):
         yield
-    finally:
-        for name, filler in fillers.items():
-            setattr(nn.init, name, filler)
 
 
 class _Record(BaseModel):

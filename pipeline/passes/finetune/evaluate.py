@@ -175,11 +175,8 @@ class Evaluator:
     def _run(self, loaded: LoadedModel, batch: Batch) -> tuple[tuple[Tensor, ...], float]:
         """Run one pass for both, unless the loss runs the module in a way of its own."""
         outputs: list[tuple[Tensor, ...]] = []
-        hook = loaded.module.register_forward_hook(lambda module, given, values: outputs.append(values))
-        try:
+        with loaded.module.register_forward_hook(lambda module, given, values: outputs.append(values)):
             loss = self._loss(loaded.module, self.work.models.teacher.module, batch)
-        finally:
-            hook.remove()
         return outputs[0] if outputs else loaded.module(*batch.inputs.values()), float(loss)
 
 

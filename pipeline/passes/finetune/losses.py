@@ -9,7 +9,7 @@ import functools
 import math
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -57,12 +57,10 @@ def tap(model: nn.Module, paths: Iterable[str]) -> Iterator[dict[str, Tensor]]:
             values.pop(path, None)  # so that the order is that of the last calls
             values[path] = value
 
-    hooks = [model.get_submodule(path).register_forward_hook(functools.partial(keep, path)) for path in paths]
-    try:
+    with ExitStack() as hooks:
+        for path in paths:
+            hooks.enter_context(model.get_submodule(path).register_forward_hook(functools.partial(keep, path)))
         yield values
-    finally:
-        for hook in hooks:
-            hook.remove()
 
 
 @torch.no_grad()

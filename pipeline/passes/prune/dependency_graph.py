@@ -7,6 +7,7 @@ values, and another input takes another way. Layers may not be called at all.
 
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, Self
@@ -64,7 +65,7 @@ class ForwardHooks(TorchFunctionMode):
         self._own = {id(value) for value in (*model.parameters(), *model.buffers())}
         self._weights: set[int] = set()
         self._running: list[nn.Module] = []
-        self._hooks: list[Any] = []
+        self._hooks = ExitStack()
         self.called: set[nn.Module] = set()
         self.left: dict[Event, None] = {}
         """Events at which values left autograd."""
@@ -123,15 +124,14 @@ class ForwardHooks(TorchFunctionMode):
     def __enter__(self) -> Self:
         self._recording = torch.is_grad_enabled()
         for module in self._model.modules():
-            self._hooks.append(module.register_forward_pre_hook(self._enter))
-            self._hooks.append(module.register_forward_hook(self._leave))
+            self._hooks.enter_context(module.register_forward_pre_hook(self._enter))
+            self._hooks.enter_context(module.register_forward_hook(self._leave))
         super().__enter__()  # type: ignore[no-untyped-call]
         return self
 
     def __exit__(self, *raised: Any) -> None:
         super().__exit__(*raised)  # type: ignore[no-untyped-call]
-        for hook in self._hooks:
-            hook.remove()
+        self._hooks.close()
 
     def __torch_function__(
         self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None

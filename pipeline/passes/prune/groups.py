@@ -1,8 +1,8 @@
 """Turn torch_pruning's dependency graph into groups of units, in terms of names and indices."""
 
-import contextlib
 import itertools
 from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
+from enginesmith.pipeline.frameworks.torch.file_tracking import swap
 from enginesmith.pipeline.passes.prune.surgery import Attribute, Group, Parts, Side, Slice, is_depthwise
 from enginesmith.pipeline.units import group_values
 
@@ -80,8 +81,7 @@ def _trace_group(graph: "DependencyGraph", layer: nn.Module) -> Any:
         raise Unprunable(f"torch_pruning cannot follow its channels ({type(error).__name__}: {text})") from error
 
 
-@contextlib.contextmanager
-def _end_following(graph: "DependencyGraph") -> Iterator[None]:
+def _end_following(graph: "DependencyGraph") -> AbstractContextManager[None]:
     """End torch_pruning's search within the block where it arrives at channels that no layer has.
 
     Where sums and joined outputs lead back to a value, it may otherwise find ever higher channels, and never end.
@@ -97,11 +97,7 @@ def _end_following(graph: "DependencyGraph") -> Iterator[None]:
                 raise Unprunable("torch_pruning cannot follow its channels: it arrives at more than any layer has")
             super().add_dep(dep, idxs)
 
-    following.Group = Ending
-    try:
-        yield
-    finally:
-        following.Group = plain
+    return swap(following, Group=Ending)
 
 
 def through(traced: Any) -> str:

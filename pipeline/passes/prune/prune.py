@@ -156,16 +156,11 @@ def _record_readers(model: nn.Module, removals: Sequence[Removal]) -> Iterator[l
             axis = 1 if isinstance(layer, nn.modules.conv._ConvNd) else -1
             records.append(_Read(output.detach(), noise * _ROUNDING, axis, removed))
 
-    hooks = [
-        modules[path].register_forward_hook(functools.partial(record, tuple(removed)))
-        for path, removed in rows.items()
-        if isinstance(modules.get(path), (nn.Linear, nn.modules.conv._ConvNd))
-    ]
-    try:
+    with contextlib.ExitStack() as hooks:
+        for path, removed in rows.items():
+            if isinstance(layer := modules.get(path), (nn.Linear, nn.modules.conv._ConvNd)):
+                hooks.enter_context(layer.register_forward_hook(functools.partial(record, tuple(removed))))
         yield records
-    finally:
-        for hook in hooks:
-            hook.remove()
 
 
 def _read_alike(before: _Read, after: _Read) -> bool:
