@@ -104,7 +104,7 @@ def simplify_shapes(model: "ir.Model") -> None:
             _settle_reshape(node, known)
         elif node.op_type in _RECURRENT:  # they take initial states of zeros by themselves
             for position in (5, 6):
-                if position < len(node.inputs) and _is_zero(node.inputs[position]):
+                if _is_zero(edit.find_input(node, position)):
                     node.replace_input_with(position, None)
 
 

@@ -212,6 +212,11 @@ def read(value: "ir.Value | None") -> Array | None:
     return None if content is None else content.numpy()
 
 
+def find_input(node: "ir.Node", index: int) -> "ir.Value | None":
+    """Return what a node reads at an input that may be left out; None where it is."""
+    return node.inputs[index] if index < len(node.inputs) else None
+
+
 def find_only_reader(value: "ir.Value") -> "tuple[ir.Node | None, int]":
     """Return the node of the same graph that alone reads a value, and at which input.
 
@@ -277,7 +282,7 @@ def write(places: "Sequence[tuple[ir.Node, int]]", numbers: Array) -> None:
     They keep its name where nothing else reads it, and are else one constant of their own.
     """
     node, index = places[0]
-    old = node.inputs[index] if index < len(node.inputs) else None
+    old = find_input(node, index)
     if old is not None and is_weight(old) and set(old.uses()) == set(places):
         old.const_value = ir.tensor(numbers, name=old.name)
         old.shape = ir.Shape(numbers.shape)
@@ -356,7 +361,7 @@ class Names:
 
 def find_axes(node: "ir.Node") -> Sequence[int] | None:
     """Find the axes of a reduction, an attribute in old opsets; none where all are meant, None if they are computed."""
-    given = node.inputs[1] if len(node.inputs) > 1 else None
+    given = find_input(node, 1)
     if given is None:
         return node.attributes.get_ints("axes", ())
     numbers = read(given)

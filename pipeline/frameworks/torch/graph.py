@@ -190,7 +190,7 @@ class GraphModule(nn.Module):
         if node.op_type == _QUANTIZE:
             if any(use.node.op_type != _DEQUANTIZE for use in node.outputs[0].uses()):
                 raise _explain_pair(node, "something else than DequantizeLinear reads it")
-            grid = _read_grid(node, edit.read(node.inputs[2]) if len(node.inputs) > 2 else None)
+            grid = _read_grid(node, edit.read(edit.find_input(node, 2)))
             if self._fixed or grid.scale.size > 1 or edit.read(node.inputs[0]) is not None:
                 return grid.compute()
             self._pairs[_name(node.outputs[0])] = grid
@@ -326,12 +326,12 @@ class GraphModule(nn.Module):
     def _list_products(self, model: "ir.Model") -> "Iterator[tuple[_Grid, ir.Node, ir.Value]]":
         """List products with a bias: the grid of the input, which may be trained, the weight's node, and the bias."""
         for node in model.graph:
-            if node.op_type not in _WITH_BIAS or len(node.inputs) < 3 or node.inputs[2] is None:
+            if node.op_type not in _WITH_BIAS or (bias := edit.find_input(node, 2)) is None:
                 continue
             source, weight = _find_quantize(node.inputs[0]), node.inputs[1].producer() if node.inputs[1] else None
             grid = self._pairs.get(_name(source.outputs[0])) if source is not None else None
             if grid is not None and weight is not None and _name(weight.inputs[0]) in self._grids:
-                yield grid, weight, node.inputs[2]
+                yield grid, weight, bias
 
     def _read_bias(self, bias: "ir.Value") -> Array | None:
         """Return a bias as it was trained, a vector; None where it is computed."""
@@ -431,7 +431,7 @@ def _read_grid(node: "ir.Node", levels: Array | None) -> _Grid:
     Raises:
         ModelError: the scale is computed, or the type is not an integer of 8 bits or of a bias.
     """
-    scale, zero = edit.read(node.inputs[1]), edit.read(node.inputs[2]) if len(node.inputs) > 2 else None
+    scale, zero = edit.read(node.inputs[1]), edit.read(edit.find_input(node, 2))
     dtype = str(levels.dtype) if levels is not None else "uint8"
     if scale is None or scale.dtype != np.float32 or dtype not in _GRIDS:
         raise _explain_pair(node, f"its numbers are {dtype}, or its scale is no constant of float32")

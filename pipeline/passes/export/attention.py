@@ -154,7 +154,7 @@ class _TextbookWriter:
         """
         import ml_dtypes
 
-        allowed = _find_mask(node)
+        allowed = edit.find_input(node, _MASK)
         if allowed is not None and allowed.dtype != ir.DataType.BOOL:
             return allowed
         if allowed is None and not node.attributes.get_int("is_causal", 0):
@@ -211,7 +211,7 @@ def _is_plain(node: "ir.Node") -> bool:
     """Tell whether it has no cache, no second output and no extra."""
     unused = not any(output.uses() or output.is_graph_output() for output in node.outputs[1:])
     causal = node.attributes.get_int("is_causal", 0) != 0
-    both_masks = causal and _find_mask(node) is not None
+    both_masks = causal and edit.find_input(node, _MASK) is not None
     extras = any(key in node.attributes and node.attributes[key].value for key in _EXTRAS)
     return unused and not any(node.inputs[4:]) and not both_masks and not extras
 
@@ -324,7 +324,7 @@ def raise_masks(model: "ir.Model") -> None:
 
     raised = set[ir.Value]()
     for node in _list_attention_nodes(model):
-        mask = _find_mask(node)
+        mask = edit.find_input(node, _MASK)
         if mask is None or mask.dtype not in (ir.DataType.FLOAT, ir.DataType.FLOAT16):
             continue
         source = _find_unspread(mask)
@@ -344,10 +344,6 @@ def raise_masks(model: "ir.Model") -> None:
         for reader, index in readers:
             reader.replace_input_with(index, result)
         raised.add(result)
-
-
-def _find_mask(node: "ir.Node") -> "ir.Value | None":
-    return node.inputs[_MASK] if len(node.inputs) > _MASK else None
 
 
 def _find_unspread(mask: "ir.Value") -> "ir.Value":
@@ -402,7 +398,7 @@ def spread_masks(model: "ir.Model") -> None:
 
     spread: dict[tuple[object, ...], ir.Value] = {}
     for node in _list_attention_nodes(model):
-        query, mask, body = node.inputs[0], _find_mask(node), node.graph
+        query, mask, body = node.inputs[0], edit.find_input(node, _MASK), node.graph
         if mask is None or mask.shape is None or len(mask.shape) < 2 or query is None or query.shape is None:
             continue
         length = query.shape[_find_query_axis(query)]

@@ -359,7 +359,7 @@ def _spread(array: Array, node: "ir.Node", levels: Array) -> Array:
 
 
 def _get_constant(node: "ir.Node", index: int) -> "ir.Value | None":
-    value = node.inputs[index] if len(node.inputs) > index else None
+    value = edit.find_input(node, index)
     return value if value is not None and value.is_initializer() and value.const_value is not None else None
 
 

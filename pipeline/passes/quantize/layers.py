@@ -265,10 +265,8 @@ def _find_bias(node: "ir.Node") -> "ir.Value | None":
         content = edit.read_constant(added)
         fits = content is not None and weight is not None and tuple(content.shape) == tuple(weight.shape)[-1:]
         return added if fits else None
-    constant = (
-        node.op_type in PRODUCTS and len(node.inputs) > BIAS and edit.read_constant(node.inputs[BIAS]) is not None
-    )
-    return node.inputs[BIAS] if constant else None
+    bias = edit.find_input(node, BIAS) if node.op_type in PRODUCTS else None
+    return bias if edit.read_constant(bias) is not None else None
 
 
 def _explain_group(node: "ir.Node") -> str:

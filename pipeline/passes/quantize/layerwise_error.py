@@ -253,7 +253,7 @@ def _list_changed(node: "ir.Node", twin: "ir.Node", graph: "ir.Graph") -> "list[
     turned = node.attributes.get_int("transB", 0) != twin.attributes.get_int("transB", 0)
     for index, value in enumerate(node.inputs):
         maker, numbers = value.producer() if value is not None else None, edit.read_constant(value)
-        before = twin.inputs[index] if index < len(twin.inputs) else None
+        before = edit.find_input(twin, index)
         given = layers.find_weight(before)
         if maker is not None and maker.op_type == _PAIR[1]:
             if _find_rounded(value) is not None:

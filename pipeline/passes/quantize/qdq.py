@@ -199,7 +199,7 @@ def _explain_group(group: QuantizableOp, node: "ir.Node", scales: Scales, settin
 
 
 def _explain_bias(node: "ir.Node") -> str:
-    bias = node.inputs[BIAS] if len(node.inputs) > BIAS else None
+    bias = edit.find_input(node, BIAS)
     if bias is None:
         return ""
     content = edit.read_constant(bias)

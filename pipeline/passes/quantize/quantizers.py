@@ -241,7 +241,7 @@ _BIAS = 2
 
 def read_bias(node: "ir.Node") -> Array | None:
     """Return the constant bias that an operator itself adds; None where there is none."""
-    return edit.read(node.inputs[_BIAS]) if len(node.inputs) > _BIAS else None
+    return edit.read(edit.find_input(node, _BIAS))
 
 
 def add_to_bias(node: "ir.Node", more: Array) -> bool:
@@ -259,7 +259,7 @@ def add_to_bias(node: "ir.Node", more: Array) -> bool:
         return True
     bias = read_bias(node)
     share = node.attributes.get_float("beta", 1.0) if node.op_type == "Gemm" else 1.0
-    if not share or (bias is None and len(node.inputs) > _BIAS and node.inputs[_BIAS] is not None):
+    if not share or (bias is None and edit.find_input(node, _BIAS) is not None):
         return False
     edit.write([(node, _BIAS)], (more / share + (0 if bias is None else bias)).astype(np.float32))
     return True

@@ -85,7 +85,7 @@ class _DynamicProducts:
         product = self._insert(node, "MatMulInteger", [numbers, levels, zero], "integer", name=str(node.name))
         cast = self._insert(node, "Cast", [product], "cast", attributes={"to": _FLOAT})
         last = self._insert(node, "Mul", [cast, self._insert(node, "Mul", [step, scale], "scales")], "product")
-        if len(node.inputs) > BIAS and (bias := node.inputs[BIAS]) is not None:
+        if (bias := edit.find_input(node, BIAS)) is not None:
             if (factor := node.attributes.get_float("beta", 1.0)) != 1.0:
                 beta = self.writer.share_constant("beta", np.array(factor, np.float32))
                 bias = self._insert(node, "Mul", [bias, beta], "bias")

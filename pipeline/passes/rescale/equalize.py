@@ -275,9 +275,9 @@ def _bound(clip: "ir.Node") -> float | None:
     def edge(index: int, word: str, missing: float) -> float:
         if word in clip.attributes:  # in old opsets
             return clip.attributes[word].as_float()
-        if index >= len(clip.inputs) or clip.inputs[index] is None:
+        if (given := edit.find_input(clip, index)) is None:
             return missing
-        number = edit.read(clip.inputs[index])
+        number = edit.read(given)
         return np.nan if number is None else float(number.reshape(-1)[0])
 
     low, high = edge(1, "min", -np.inf), edge(2, "max", np.inf)

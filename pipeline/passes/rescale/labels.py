@@ -331,9 +331,8 @@ def _move_through_pad(labeling: _Labeling, node: "ir.Node", labels: Labels) -> _
         return None
     else:
         amounts = [int(amount) for amount in given[0].reshape(-1)]
-        there = len(node.inputs) > 2 and node.inputs[2] is not None
-        filled = there and (given[1] is None or bool(given[1].any()))
-    if len(node.inputs) > 3 and node.inputs[3] is not None:
+        filled = edit.find_input(node, 2) is not None and (given[1] is None or bool(given[1].any()))
+    if edit.find_input(node, 3) is not None:
         if given[2] is None:
             return None
         axes = [int(axis) % labels.ndim for axis in given[2].reshape(-1)]

@@ -62,7 +62,7 @@ class Product:
     @property
     def bias(self) -> "ir.Value | None":
         """The bias that the operator itself adds."""
-        return self.node.inputs[_BIAS] if len(self.node.inputs) > _BIAS else None
+        return edit.find_input(self.node, _BIAS)
 
     def weights(self) -> Array:
         """Arrange the weight as outputs × inputs of a group × places in the kernel; a view where that is possible."""

@@ -49,7 +49,7 @@ class _Place(NamedTuple):
     def add(self, numbers: Array) -> None:
         """Add numbers that broadcast to the constant's place, or to whose shape the constant broadcasts."""
         node, position = self.node, self.position
-        given = edit.read(node.inputs[position]) if position < len(node.inputs) else None
+        given = edit.read(edit.find_input(node, position))
         summed = (0 if given is None else given.astype(np.float64)) + numbers / self.factor
         edit.write([(node, position)], summed.astype(np.float32))
 
@@ -100,7 +100,7 @@ def _find_constant(node: "ir.Node") -> _Place | None:
             index = next((index for index in (0, 1) if edit.is_factor(node.inputs[index])), None)
             return None if index is None else _Place(node, index)
         case "Gemm" | "Conv" | "LayerNormalization":
-            given = node.inputs[_BIAS] if len(node.inputs) > _BIAS else None
+            given = edit.find_input(node, _BIAS)
             beta = node.attributes.get_float("beta", 1.0) if node.op_type == "Gemm" else 1.0
             along = node.attributes.get_int("axis", -1) in (-1, len(dims(node.outputs[0])) - 1)
             constant = beta and (given is None or edit.is_factor(given)) and node.outputs[0].dtype == ir.DataType.FLOAT

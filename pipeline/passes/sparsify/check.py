@@ -63,20 +63,16 @@ def find(model: "ir.Model") -> Iterator[StoredWeight]:
 
 def _weight(node: "ir.Node") -> StoredWeight | None:
     form = None if node.domain else _FORMS.get(node.op_type)
-    value = _input(node, form.weight) if form else None
+    value = edit.find_input(node, form.weight) if form else None
     if form is None or value is None:
         return None
     outputs_first = form.convolution or node.attributes.get_int("transB", 0) == 1
-    zero = edit.read(_input(node, form.zero))
+    zero = edit.read(edit.find_input(node, form.zero)) if form.zero else None
     walked = _walk(value, 1 if outputs_first else -2, zero, 0 if outputs_first else -1)
     if walked is None:
         return None
     names = str(walked.value.name), str(node.name or ""), str(node.outputs[0].name)
     return StoredWeight(*names, walked.nonzero)
-
-
-def _input(node: "ir.Node", index: int | None) -> "ir.Value | None":
-    return node.inputs[index] if index is not None and index < len(node.inputs) else None
 
 
 @dataclass(frozen=True)
@@ -116,7 +112,7 @@ def _walk(value: "ir.Value", axis: int, zero: Array | None, zero_axis: int) -> _
         if node.op_type == "Transpose":
             axis = edit.find_transposed_axis(node, axis)
         elif node.op_type in ("DequantizeLinear", "QuantizeLinear"):
-            point = _input(node, 2)
+            point = edit.find_input(node, 2)
             zero = edit.read(point)
             if point is not None and zero is None:
                 return None

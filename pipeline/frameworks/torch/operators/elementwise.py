@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from enginesmith.pipeline.frameworks.onnx import ir
+from enginesmith.pipeline.frameworks.onnx import edit, ir
 from enginesmith.pipeline.frameworks.torch.operators.attributes import Compute, Make, read_float, refuse
 
 
@@ -48,7 +48,7 @@ def _is_infinite(x: Tensor, *, detect_positive: int = 1, detect_negative: int = 
 
 
 def _dropout(node: "ir.Node", opset: int) -> Compute:
-    training = node.inputs[2] if len(node.inputs) > 2 else None
+    training = edit.find_input(node, 2)
     if training is not None and (training.const_value is None or training.const_value.numpy().any()):
         raise refuse(node, "training_mode is on, or computed")
     if len(node.outputs) > 1:
