@@ -188,7 +188,7 @@ class Model:
         silent = np.square(error).sum() <= np.square(wanted).sum() / 10 ** (limits["min_sqnr_db"] / 10)
         span, allowed = max(np.ptp(wanted), known_range), limits["max_error_of_range"]
         exact = limits["right_bits"] >= 19 and allowed > 0  # computed in float32, where rounding moves answers
-        return silent or error.max() <= max(allowed * span, min(rounding, 0.01 * span) if exact else 0)
+        return silent or error.max() <= max(allowed * span, rounding if exact else 0)
 
 
 def _list_words(dim):

@@ -31,7 +31,7 @@ _MOST_COLUMNS, _OTHER_UNIT = 32, 100.0
 """Columns that may have units of their own, and the quotient of their spans from which on they do."""
 _COLUMN_DB, _COLUMN_OF_RANGE = 40.0, 1e-2
 """The most that is asked of columns that are judged apart: it tells lost ones from coarser ones."""
-_MOST_ROUNDING = 1e-2
+MOST_ROUNDING = 1e-2
 """Share of the range to which an error may be rounding: what moves further by it is not computed in float32."""
 _FEWEST_PLACES, _MANY_PLACES, _KEPT_SHARE = 3, 8, 0.5
 """Places that have a whole number in the reference, from which on one of them has to be the same, and from which on
@@ -167,9 +167,10 @@ def compare(
     ranges: Mapping[str, float] = MappingProxyType({}),
     unstable: Feeds = MappingProxyType({}),
     rounding: Mapping[str, float] = MappingProxyType({}),
+    quantized_db: Mapping[str, float] = MappingProxyType({}),
 ) -> Fidelity:
     """Compare outputs with the reference's, by name; errors as in :func:`compare_calls`."""
-    return compare_calls([(reference, actual)], thresholds, signature, ranges, [unstable], rounding)
+    return compare_calls([(reference, actual)], thresholds, signature, ranges, [unstable], rounding, quantized_db)
 
 
 def compare_calls(
@@ -179,6 +180,7 @@ def compare_calls(
     ranges: Mapping[str, float] = MappingProxyType({}),
     unstable: Sequence[Feeds] = (),
     rounding: Mapping[str, float] = MappingProxyType({}),
+    quantized_db: Mapping[str, float] = MappingProxyType({}),
 ) -> Fidelity:
     """Compare the outputs of several calls with the reference's; each is the reference's outputs and those in question.
 
@@ -186,7 +188,9 @@ def compare_calls(
     signature tells, are compared as sets of rows: boxes that a NonMaxSuppression leaves. ``ranges`` are those of
     outputs beyond these calls, where they are known; ``unstable`` are numbers that rounding decides, call by call, as
     ``find_unstable`` returns them: what rounding makes of them is right. ``rounding`` is how far rounding in float32
-    moves outputs of the reference itself: engines that compute in float32 may be as far from it.
+    moves outputs of the reference itself: engines that compute in float32 may be as far from it. ``quantized_db`` is
+    the SQNR that is left where the reference's own quantization rounds otherwise: its steps move many numbers by as
+    much, and an engine that moves more of them has another scale or zero point.
 
     Raises:
         FidelityError: an output is missing, or has another shape or another kind of dtype.
@@ -221,7 +225,7 @@ def compare_calls(
         if name in unordered and are_row_counts(name, tables, [reference for reference, _ in calls]):
             pairs = [(wanted.astype(np.float64), given.astype(np.float64)) for wanted, given in pairs]
         own = rounding.get(name, 0.0) if thresholds.allows_rounding else 0.0
-        outputs.append(_compare_output(name, pairs, thresholds, known, own))
+        outputs.append(_compare_output(name, pairs, thresholds, known, own, quantized_db.get(name)))
     worst: dict[str, float | None] = {}
     reasons = {}
     for field, pick in _WORST.items():
@@ -272,7 +276,12 @@ def _explain_shape(name: str, reference: Array, actual: Array) -> FidelityError:
 
 
 def _compare_output(
-    name: str, pairs: "_Pairs", thresholds: Thresholds, known_range: float, rounding: float = 0.0
+    name: str,
+    pairs: "_Pairs",
+    thresholds: Thresholds,
+    known_range: float,
+    rounding: float = 0.0,
+    quantized_db: float | None = None,
 ) -> OutputFidelity:
     for pair in pairs:
         floats = {np.issubdtype(array.dtype, np.floating) for array in pair}
@@ -282,7 +291,7 @@ def _compare_output(
     if not filled:
         return explain_missing(OutputFidelity(name=name, passed=True), "the output is empty")
     if np.issubdtype(filled[0][0].dtype, np.floating):
-        output = _compare_floats(name, filled, thresholds, known_range, rounding)
+        output = _compare_floats(name, filled, thresholds, known_range, rounding, quantized_db)
         for part in find_parts([wanted for wanted, _ in filled]) if output.passed else ():
             asked = thresholds.for_columns if part.is_columns else thresholds
             apart = _compare_floats(name, part.take(filled), asked, part.span)
@@ -344,7 +353,12 @@ def _find_lost_value(pairs: _Pairs) -> float | None:
 
 
 def _compare_floats(
-    name: str, pairs: _Pairs, thresholds: Thresholds, known_range: float, rounding: float = 0.0
+    name: str,
+    pairs: _Pairs,
+    thresholds: Thresholds,
+    known_range: float,
+    rounding: float = 0.0,
+    quantized_db: float | None = None,
 ) -> OutputFidelity:
     """Compare by nearness, over the elements that are finite on both sides; the fill of masked places has to be one."""
     signal = noise = power = product = error = 0.0
@@ -382,7 +396,8 @@ def _compare_floats(
     )
     loud = sqnr is not None and sqnr >= thresholds.min_sqnr_db
     near = (loud and not excess) or of_range <= thresholds.max_error_of_range
-    is_rounding = not near and error <= rounding and of_range <= _MOST_ROUNDING
+    within = of_range <= MOST_ROUNDING if quantized_db is None else sqnr is not None and sqnr >= quantized_db
+    is_rounding = not near and error <= rounding and within
     argmax, why_not = _argmax_agreement(pairs)
     output = OutputFidelity(
         name=name,

@@ -16,6 +16,7 @@ from pydantic import BaseModel
 
 from enginesmith.calibration.dataset import Dataset, Drawing, synthetic
 from enginesmith.pipeline.errors import DataError, SignatureError, UsageError
+from enginesmith.pipeline.frameworks.fidelity import MOST_ROUNDING
 from enginesmith.pipeline.tensors import (
     BATCH,
     Array,
@@ -36,7 +37,8 @@ UNSTABLE = "unstable"
 POINTS: tuple[Point, ...] = ("min", "opt", "max")
 _WRITTEN = ("feeds", "outputs", UNSTABLE)
 _USUALLY_UNSET = (
-    *("drawing", "parts", "spans", "interacting", "unsteady", "rounding", "rounding_db", "unverified", "assumed"),
+    *("drawing", "parts", "spans", "interacting", "unsteady", "rounding", "rounding_db", "quantizes", "unverified"),
+    "assumed",
 )
 """Fields that are not written where they have their default."""
 SYNTHETIC = "synthetic"
@@ -82,6 +84,8 @@ class Samples(BaseModel, frozen=True):
     """How far rounding in float32 may move each floating-point output of the baseline."""
     rounding_db: dict[str, float] = {}
     """SQNR that errors which rounding in float32 may explain leave each floating-point output of the baseline."""
+    quantizes: bool = False
+    """True if the baseline is a graph that quantizes what it computes: its steps are rounded otherwise elsewhere."""
     unverified: dict[str, float] = {}
     """Outputs of the baseline of which rounding decides too many numbers to verify an engine by, and their share."""
     choosing: tuple[str, ...] | None = None
@@ -90,6 +94,11 @@ class Samples(BaseModel, frozen=True):
     """Dynamic dimensions whose sizes nothing tells: neither options nor data nor an example."""
     class_names: tuple[str, ...] = ()
     """Names of the model's classes by number, where it has some: labels that are words are numbered by them."""
+
+    @property
+    def quantized_db(self) -> dict[str, float]:
+        """Return the SQNR of each output that steps of the baseline's own quantization explain, where it quantizes."""
+        return self.rounding_db if self.quantizes else {}
 
     def limit_sets(self, signature: Signature, names: Mapping[str, str] = MappingProxyType({})) -> Signature:
         """Leave only outputs to be compared as sets of rows that the baseline chooses: a file alone allows none.
@@ -342,7 +351,9 @@ def write_vector(reference: Path, file: Path) -> None:
             break
     chosen = min(odd, key=odd.__getitem__)
     feeds, outputs, unstable = (read_arrays(reference, what, *chosen) for what in _WRITTEN)
-    save_vector(file, Vector(feeds, outputs, known.spans, unstable, known.rounding))
+    most = {name: MOST_ROUNDING * span for name, span in known.spans.items() if not known.quantizes}
+    rounding = {name: min(moved, most.get(name, moved)) for name, moved in known.rounding.items()}
+    save_vector(file, Vector(feeds, outputs, known.spans, unstable, rounding))
 
 
 def _measure_odd_share(outputs: Feeds) -> float:
@@ -389,7 +400,7 @@ class Vector(NamedTuple):
     unstable: Feeds
     """Numbers of the outputs that rounding decides, as ``find_unstable`` returns them."""
     rounding: Mapping[str, float] = MappingProxyType({})
-    """How far rounding in float32 moves outputs."""
+    """How far rounding moves outputs: in float32, by up to 1 % of their range; that of steps, without a limit."""
 
 
 _KINDS = ("input", "output", "range", UNSTABLE, "rounding")

@@ -12,8 +12,9 @@ from enginesmith.pipeline.recipe.fleet import Place
 from enginesmith.pipeline.system.device import Device
 from enginesmith.pipeline.tasks import load
 from enginesmith.pipeline.tasks.base import Task
+from enginesmith.pipeline.tasks.build import Audit
 from enginesmith.pipeline.tasks.tune import ENGINE, Tune
-from enginesmith.pipeline.tasks.verify import Audit, Verify
+from enginesmith.pipeline.tasks.verify import Verify
 
 
 @dataclass(frozen=True)

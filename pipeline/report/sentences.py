@@ -355,7 +355,7 @@ def _describe_rounding(run: Run) -> Iterator[str]:
         entry, record = min(explained, key=lambda pair: pair[0].sqnr_db or 0.0)
         yield (
             f"{entry.rounding_note} of {mark_name(record)}, which is beyond the threshold: no difference as small as "
-            "that can be judged, as where large numbers cancel"
+            "that can be judged"
         )
 
 

@@ -1,4 +1,4 @@
-"""Make artifacts of artifacts: run passes and build engines."""
+"""Make artifacts of artifacts: run passes and build engines, and audit what they made."""
 
 import tempfile
 from pathlib import Path
@@ -10,6 +10,9 @@ from enginesmith.pipeline.artifact import Artifact, Effect, Kind, file_digest
 from enginesmith.pipeline.engines.base import BuildRequest, Engine, EngineFacts
 from enginesmith.pipeline.engines.workspace import WorkspaceEngine
 from enginesmith.pipeline.errors import BuildError, UsageError, WrongEngine
+from enginesmith.pipeline.frameworks import samples
+from enginesmith.pipeline.frameworks.onnx import coverage, model_file
+from enginesmith.pipeline.frameworks.records import describe_fallback, format_shares
 from enginesmith.pipeline.passes.base import Pass, Progress
 from enginesmith.pipeline.passes.run import run_pass
 from enginesmith.pipeline.system.device import Device
@@ -171,3 +174,41 @@ class BuildWithin(Build):
             smallest = self.engine.facts(inputs[SMALLEST]).workspace_limit_bytes or 1
             build(self.engine.workspace_points(unlimited, smallest, self.points)[self.point])
         return effects[-1]
+
+
+class Audit(Task):
+    """Compute the shares of work and weights by precision, of a graph or of what an engine really runs.
+
+    They are of one sample, with the other dynamic dimensions at their usual size.
+    """
+
+    title: ClassVar[str] = "audit"
+    produces: ClassVar[Kind] = "record"
+    other_tools: ClassVar[tuple[str, ...]] = ("onnx",)
+
+    engine: SerializeAsAny[Engine] | None = None
+    """None for a graph that is still to be built."""
+    device: Device = Device()
+
+    def run(self, inputs: Inputs, out: Path, progress: Progress) -> Effect:
+        model = inputs["model"]
+        sizes = {name: range_.opt for name, range_ in samples.read(inputs["reference"].folder).ranges.items()}
+        if batch := samples.batch_symbol(model.signature or model_file.signature(model.path)):
+            sizes[batch] = 1
+        with tempfile.TemporaryDirectory(prefix="enginesmith-audit-") as scratch:
+            path = self.engine.executed(model, self.device, Path(scratch)) if self.engine else model.path
+            covered = coverage.compute_coverage(path, sizes, executed=self.engine is not None)
+        if self.engine:
+            covered = covered.model_copy(update={"assigned": self.engine.assign_nodes(model, self.device)})
+        parts = [f"multiply-adds {format_shares(covered.macs)}", f"weights {format_shares(covered.weights)}"]
+        counts = {
+            "Q/DQ pairs": covered.qdq_pairs,
+            "separate low-precision parts": covered.islands if covered.islands > 1 else 0,
+            "products of unknown size": covered.unknown_products,
+        }
+        parts += [f"{count} {what}" for what, count in counts.items() if count]
+        return write_records(
+            out,
+            [covered],
+            "; ".join(filter(None, (*parts, describe_fallback(covered.assigned, covered.copies)))),
+        )

@@ -166,7 +166,9 @@ class Tune(Measurement):
                 answers = [session.run(call) for call in feeds]
                 pairs = list(zip(expected, answers, strict=True))
                 signature = known.limit_sets(session.signature)
-                compared = compare_calls(pairs, thresholds, signature, known.spans, unstable, known.rounding)
+                compared = compare_calls(
+                    pairs, thresholds, signature, known.spans, unstable, known.rounding, known.quantized_db
+                )
                 if not compared.passed:
                     return "the outputs differ too much from the reference"
         if self.max_memory_bytes is None:

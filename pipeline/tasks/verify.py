@@ -1,7 +1,6 @@
 """Sample feeds, answer them with the baseline, and compare what others answer."""
 
 import contextlib
-import tempfile
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from functools import partial
@@ -26,8 +25,7 @@ from enginesmith.pipeline.frameworks.fidelity import (
     find_thresholds,
     thresholds_for,
 )
-from enginesmith.pipeline.frameworks.onnx import coverage, model_file
-from enginesmith.pipeline.frameworks.records import describe_fallback, format_shares
+from enginesmith.pipeline.frameworks.onnx import model_file
 from enginesmith.pipeline.frameworks.rounding import UnstableNumbers
 from enginesmith.pipeline.measure import quality
 from enginesmith.pipeline.measure.rows import StageFidelity
@@ -64,7 +62,12 @@ _CAUSES = (
     "look for large numbers that cancel, as a constant that is added and subtracted again, and for a division by "
     "nearly 0, as by the deviation of numbers that are all equal"
 )
-_UNSTEADY = f"; eager's own answer is another one where its operations are rounded otherwise: {_CAUSES}"
+_UNSTEADY = "; eager's own answer is another one where its operations are rounded otherwise"
+_STEPS = (
+    "the model is quantized: where its QuantizeLinear round otherwise, or are left out, numbers move by whole steps of "
+    "a scale"
+)
+_NOT_STEPS = ", but by less than this: perhaps a scale or a zero point is another one there"
 _NEAR_ROUNDING = 16.0
 """Times what rounding explains, up to which it is named as a cause of a larger error, too."""
 _ROUNDING = 1e-6
@@ -156,6 +159,7 @@ class Sample(Task):
         unsteady = tuple(sorted(unstable.unsteady))
         facts = {"parts": parts, "spans": spans, "interacting": bool(interacting), "unsteady": unsteady}
         facts["unverified"] = unstable.find_unverified(in_sets)
+        facts["quantizes"] = is_file and "QuantizeLinear" in model_file.summary(model.path).operators
         facts |= {"choosing": choosing, "rounding": unstable.movements, "rounding_db": unstable.sqnr_db}
         facts |= {"class_names": class_names, "assumed": assumed, "drawing": drawing}
         samples.write(out, samples.Samples(data=name, ranges=ranges, cases=cases, **facts))
@@ -374,12 +378,13 @@ class Verify(EngineCheck):
         if failed and self.stage == "export" and any(entry.passed for entry in entries):
             failed += _BY_SIZE
         worst = min((entry.sqnr_db for entry in entries if entry.sqnr_db is not None), default=None)
-        by_rounding = _describe_rounding(entries)
+        by_rounding = _describe_rounding(entries, _STEPS if known.quantizes else _CAUSES)
+        rounds = "rounding in its QuantizeLinear" if known.quantizes else "rounding in float32"
         summary = f"SQNR at least {worst:.1f} dB" if worst is not None else "outputs agree"
         return write_records(
             out,
             entries,
-            f"{summary}, which rounding in float32 explains" if by_rounding and not failed else summary,
+            f"{summary}, which {rounds} explains" if by_rounding and not failed else summary,
             notes=(
                 *(f"{ours!r} is compared with {theirs!r}, by position" for ours, theirs in names.items()),
                 *by_rounding,
@@ -414,6 +419,7 @@ class Verify(EngineCheck):
                 _rename(known.spans, names),
                 unstable,
                 rounding,
+                _rename(known.quantized_db, names),
             )
             reason = "" if result.passed else describe_failure(result) if self.judged else _NOT_JUDGED
         except FidelityError as error:  # outputs of another shape; those of other sizes may be right
@@ -422,7 +428,8 @@ class Verify(EngineCheck):
             result, reason = Fidelity(), "; ".join(filter(None, (error.message, error.remedy)))
         if self.judged and not result.passed and self.precision == "fp32":
             if _is_near_rounding(result, _rename(dict.fromkeys(known.unsteady, True), names), rounding):
-                reason += _UNSTEADY + _advise_min_sqnr(result.sqnr_db)
+                cause = f"; {_STEPS}{_NOT_STEPS}" if known.quantizes else f"{_UNSTEADY}: {_CAUSES}"
+                reason += cause + _advise_min_sqnr(result.sqnr_db)
             elif known.data == samples.SYNTHETIC and _may_be_rounding(result):
                 reason += _MADE_UP
         return [
@@ -434,7 +441,7 @@ class Verify(EngineCheck):
                 paired=result.paired,
                 sets=result.sets,
                 unverified=_rename(known.unverified, names),
-                rounding_note=_explain_rounding(result, _rename(known.rounding_db, names), self.stage),
+                rounding_note=_explain_rounding(result, known, names, self.stage),
                 passed=result.passed or not self.judged,
                 reason=reason,
             )
@@ -482,25 +489,31 @@ def _is_near_rounding(fidelity: Fidelity, unsteady: Collection[str], rounding: M
     )
 
 
-def _explain_rounding(fidelity: Fidelity, known: Mapping[str, float], stage: str) -> str:
+def _explain_rounding(fidelity: Fidelity, known: samples.Samples, names: Mapping[str, str], stage: str) -> str:
     """Say which output rounding explains, the worst of them; nothing where none passes because of it, or one fails."""
-    explained = [output for output in fidelity.outputs if output.is_rounding and output.name in known]
+    left = _rename(known.rounding_db, names)
+    explained = [output for output in fidelity.outputs if output.is_rounding and output.name in left]
     if not explained or not fidelity.passed:
         return ""
     worst = min(explained, key=lambda output: output.sqnr_db or 0.0)
+    change = (
+        "rounding in the model's QuantizeLinear may change the output"
+        if known.quantizes
+        else "rounding in float32 may change the output"
+    )
     return (
-        f"rounding in float32 may change the output {worst.name!r} to an SQNR of {known[worst.name]:.1f} dB: "
+        f"{change} {worst.name!r} to an SQNR of {left[worst.name]:.1f} dB: "
         f"that explains the {worst.sqnr_db or 0:.1f} dB after {stage}"
     )
 
 
-def _describe_rounding(entries: Sequence[StageFidelity]) -> list[str]:
+def _describe_rounding(entries: Sequence[StageFidelity], causes: str) -> list[str]:
     """Warn of differences that only rounding explains, by the largest of them."""
     explained = [entry for entry in entries if entry.rounding_note]
     if not explained:
         return []
     worst = min(explained, key=lambda entry: entry.sqnr_db or 0.0)
-    return [f"{worst.rounding_note}; {_CAUSES}"]
+    return [f"{worst.rounding_note}; {causes}"]
 
 
 def _advise_min_sqnr(sqnr_db: float | None) -> str:
@@ -520,44 +533,6 @@ def _may_be_rounding(fidelity: Fidelity) -> bool:
 def _count_not_finite(value: Array) -> int:
     """Count the elements that are NaN or infinite."""
     return int((~np.isfinite(value)).sum()) if np.issubdtype(value.dtype, np.floating) else 0
-
-
-class Audit(Task):
-    """Compute the shares of work and weights by precision, of a graph or of what an engine really runs.
-
-    They are of one sample, with the other dynamic dimensions at their usual size.
-    """
-
-    title: ClassVar[str] = "audit"
-    produces: ClassVar[Kind] = "record"
-    other_tools: ClassVar[tuple[str, ...]] = ("onnx",)
-
-    engine: SerializeAsAny[Engine] | None = None
-    """None for a graph that is still to be built."""
-    device: Device = Device()
-
-    def run(self, inputs: Inputs, out: Path, progress: Progress) -> Effect:
-        model = inputs["model"]
-        sizes = {name: range_.opt for name, range_ in samples.read(inputs["reference"].folder).ranges.items()}
-        if batch := samples.batch_symbol(model.signature or model_file.signature(model.path)):
-            sizes[batch] = 1
-        with tempfile.TemporaryDirectory(prefix="enginesmith-audit-") as scratch:
-            path = self.engine.executed(model, self.device, Path(scratch)) if self.engine else model.path
-            covered = coverage.compute_coverage(path, sizes, executed=self.engine is not None)
-        if self.engine:
-            covered = covered.model_copy(update={"assigned": self.engine.assign_nodes(model, self.device)})
-        parts = [f"multiply-adds {format_shares(covered.macs)}", f"weights {format_shares(covered.weights)}"]
-        counts = {
-            "Q/DQ pairs": covered.qdq_pairs,
-            "separate low-precision parts": covered.islands if covered.islands > 1 else 0,
-            "products of unknown size": covered.unknown_products,
-        }
-        parts += [f"{count} {what}" for what, count in counts.items() if count]
-        return write_records(
-            out,
-            [covered],
-            "; ".join(filter(None, (*parts, describe_fallback(covered.assigned, covered.copies)))),
-        )
 
 
 class Answers(Task):

@@ -25,8 +25,8 @@ from enginesmith.pipeline.store.past_records import PastRecord, PastRecords
 from enginesmith.pipeline.store.store import Store
 from enginesmith.pipeline.system.machine import Environment
 from enginesmith.pipeline.tasks.base import read_models
+from enginesmith.pipeline.tasks.build import Audit
 from enginesmith.pipeline.tasks.race import STAY
-from enginesmith.pipeline.tasks.verify import Audit
 
 _UNKNOWN = 1.5
 """Time that is expected of a variant that nothing is known of, as a multiple of the fastest one's."""

@@ -36,9 +36,9 @@ from enginesmith.pipeline.results import run as runs
 from enginesmith.pipeline.results.assemble import End, Header, assemble, explain_end, find_engine, settle_untried
 from enginesmith.pipeline.results.run import Run, VariantRecord
 from enginesmith.pipeline.system.device import Device
+from enginesmith.pipeline.tasks.build import Audit
 from enginesmith.pipeline.tasks.prune import FACTS
 from enginesmith.pipeline.tasks.tune import ENGINE
-from enginesmith.pipeline.tasks.verify import Audit
 from enginesmith.pipeline.tensors import Signature, TensorSpec
 from enginesmith.pipeline.workflows.optimize import _why_unusable
 from runs import PRUNING, small, variant

@@ -118,6 +118,45 @@ def test_graphs_that_cannot_be_changed_have_no_answers(tmp_path: Path) -> None:
         assert session.perturb({"x": normal(2, 8)}, STEP, 0) == {}
 
 
+QUANTIZED = """net (float[n, 8] x) => (float[n, 6] y) {
+    a = MatMul(x, w)
+    q = QuantizeLinear(a, scale, zero)
+    y = DequantizeLinear(q, scale, zero)
+}"""
+
+
+@pytest.mark.parametrize("step", [STEP, 2.0**-22])
+def test_what_is_quantized_moves_by_steps_of_its_scale(tmp_path: Path, step: float) -> None:
+    """An engine that rounds elsewhere decides otherwise, however right the numbers are that are rounded."""
+    scale = {"scale": np.float32(0.1), "zero": np.uint8(128)}
+    x = {"x": normal(64, 8, seed=3)}
+    with opened(tmp_path, QUANTIZED, w=WEIGHTS["w"], **scale) as session:
+        (right,) = session.run(x).values()
+        still, one, other = (session.perturb(x, each, 0)["y"] for each in (0, step, -step))
+    assert (still == right).all()
+    steps = (one - right) / scale["scale"]
+    np.testing.assert_allclose(steps, np.round(steps), atol=1e-3)
+    assert 0.5 < (np.abs(steps) > 0.5).mean() < 0.95
+    assert np.abs(steps).max() < 2.5
+    assert np.abs(steps.mean()) < 0.2, "of both signs"
+    assert np.corrcoef(steps.ravel(), (other - right).ravel())[0, 1] < -0.5
+
+
+def test_quantized_weights_and_answers_that_are_steps_themselves_stay(tmp_path: Path) -> None:
+    scale = {"scale": np.float32(0.1), "zero": np.uint8(128)}
+    text = """net (float[n, 8] x) => (uint8[n, 6] y) {
+        q = QuantizeLinear(w, scale, zero)
+        v = DequantizeLinear(q, scale, zero)
+        a = MatMul(x, v)
+        y = QuantizeLinear(a, scale, zero)
+    }"""
+    x = {"x": normal(16, 8, seed=3)}
+    for given in (text, text.replace("uint8[n, 6] y", "float[n, 6] a")):
+        with opened(tmp_path, given, w=WEIGHTS["w"], **scale) as session:
+            (right,), (moved,) = session.run(x).values(), session.perturb(x, STEP, 0).values()
+        np.testing.assert_allclose(moved.astype(np.float32), right.astype(np.float32), atol=1e-4)
+
+
 @pytest.mark.parametrize(
     "operator",
     [

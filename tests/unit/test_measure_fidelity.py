@@ -235,6 +235,18 @@ def test_rounding_may_move_an_engine_as_far_as_the_reference_itself() -> None:
     assert not compare({"y": LOGITS}, {"y": 5 * LOGITS}, thresholds_for("int8"), rounding={"y": 100.0}).passed
 
 
+@pytest.mark.parametrize(("share", "passes"), [(0.2, True), (0.9, False)])
+def test_steps_of_a_quantized_reference_may_move_some_numbers_and_not_all(share: float, passes: bool) -> None:
+    """A step of 4 bits is more than 1 % of the range; most numbers a step off have another zero point."""
+    step = np.ptp(LOGITS) / 16
+    steps = np.round(LOGITS / step) * step
+    moved = steps + step * (RNG.random(steps.shape) < share)
+    explained = 10 * np.log10(np.square(steps).sum() / (steps.size * step**2 / 2))
+    limits = {"rounding": {"y": 1.01 * step}, "quantized_db": {"y": float(explained)}}
+    judged = compare({"y": steps.astype(np.float32)}, {"y": moved.astype(np.float32)}, FP32, **limits)
+    assert judged.passed is judged.outputs[0].is_rounding is passes
+
+
 @pytest.mark.parametrize("dtype", ["bool", "int64"])
 def test_a_rare_value_may_not_vanish_though_nearly_all_are_equal(dtype: str) -> None:
     rare = np.zeros(200, dtype)

@@ -26,7 +26,7 @@ from enginesmith.pipeline.tasks.mixed_precision import Goal
 from enginesmith.pipeline.tasks.tune import ENGINE, Tune
 from enginesmith.pipeline.tasks.verify import Answers, Sample, Verify
 from enginesmith.pipeline.tensors import Feeds, Signature, TensorSpec
-from graphs import parse_graph, save_operator
+from graphs import normal, parse_graph, save_operator
 
 
 def test_a_graph_that_is_bad_on_some_samples_is_rejected_at_batch_1(tmp_path: Path) -> None:
@@ -236,6 +236,49 @@ def test_an_output_that_rounding_decides_as_a_whole_is_compared_and_the_cause_is
     rejected = check.run(inputs, tmp_path / "verify", lambda _: None).rejected
     assert "of the rows in output 'y' have a partner" in rejected
     assert "division" not in rejected, "sets of rows allow for rounding themselves"
+
+
+@pytest.mark.parametrize(
+    ("pair", "zero", "scale", "passes"),
+    [(True, 128, 0.1, True), (False, 128, 0.1, True), (True, 129, 0.1, False), (True, 128, 0.12, False)],
+)
+def test_engines_may_round_a_quantized_file_elsewhere_and_not_by_another_scale(
+    tmp_path: Path, pair: bool, zero: int, scale: float, passes: bool
+) -> None:
+    """Without the pair between two products, as engines do that fuse it, many answers are a step off."""
+
+    def save(name: str, pair: bool = True, zero: int = 128, scale: float = 0.1) -> Artifact:
+        inner = "p = QuantizeLinear(a, u, z)\n b = DequantizeLinear(p, u, z)" if pair else "b = Identity(a)"
+        text = f"""net (float[n, 16] x) => (float[n, 16] y) {{
+            a = MatMul(x, w)
+            {inner}
+            c = MatMul(b, w)
+            q = QuantizeLinear(c, s, o)
+            y = DequantizeLinear(q, u, z)
+        }}"""
+        weights = {"w": normal(16, 16) / 4, "u": np.float32(0.1), "z": np.uint8(128)}
+        model = parse_graph(text, 21, **weights, s=np.float32(scale), o=np.uint8(zero))
+        ir.save(model, tmp_path / name)
+        path = tmp_path / name
+        return Artifact(kind="onnx", path=path, sha256="", bytes=0, signature=model_file.signature(path))
+
+    reference = tmp_path / "reference" / samples.RECORD
+    for folder in (reference.parent, tmp_path / "verify"):
+        folder.mkdir()
+    engine = OnnxRuntime(graph_optimization="disabled")
+    sample = Sample(engine=engine, ranges={}, batches=(4,), data=None, data_options=DataOptions(), seed=0)
+    sample.run({"model": save("given.onnx")}, reference.parent, lambda _: None)
+    check = Verify(stage="engine", engine=engine, device=Device(), precision="fp32", min_sqnr_db=None)
+    inputs = {"reference": Artifact(kind="reference", path=reference, sha256="", bytes=0)}
+    inputs["model"] = save("other.onnx", pair, zero, scale)
+    effect = check.run(inputs, tmp_path / "verify", lambda _: None)
+    assert (effect.rejected == "") is passes
+    words = effect.rejected or "".join(effect.notes)
+    assert ("QuantizeLinear" in words) is not (pair and passes)
+    assert "cancel" not in words
+    assert ("zero point" in words) is not passes
+    samples.write_vector(reference.parent, tmp_path / "vector.npz")
+    assert samples.read_vector(tmp_path / "vector.npz").rounding["y"] > 0.1, "a step"
 
 
 @pytest.mark.parametrize("choosing", [(), ("answer",), None])
