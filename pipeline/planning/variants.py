@@ -88,6 +88,8 @@ def list_variants(
             makers = _list_quantizers(recipe, engine) if precision == "int8" else ("own",)
             ways = itertools.product(engine.configurations(recipe, label), makers, graphs)
             for config, maker, replayed in ways:
+                if precision == "fp32" and config.engine.arithmetic == "int8":
+                    continue  # of a file that is in few bits already, its weights alone: it is to run as it is
                 variant = _make_variant(config, label, maker, device_for(recipe, config.engine), replayed=replayed)
                 if variant.id in taken:  # a file may be in a precision already that is asked for besides
                     continue

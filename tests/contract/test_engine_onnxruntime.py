@@ -12,6 +12,7 @@ from onnx import TensorProto, defs, helper, numpy_helper
 
 from enginesmith.pipeline.artifact import Artifact
 from enginesmith.pipeline.engines.base import BuildRequest
+from enginesmith.pipeline.engines.onnxruntime import optimizers
 from enginesmith.pipeline.engines.onnxruntime import session as sessions
 from enginesmith.pipeline.engines.onnxruntime.engine import OnnxRuntime
 from enginesmith.pipeline.engines.onnxruntime.session import Level
@@ -205,10 +206,10 @@ def test_no_cast_is_swapped_with_the_transpose_before_it(
     proto.graph.initializer.append(numpy_helper.from_array(np.eye(8, dtype=np.float16 if half else np.float32), "w"))
     path = tmp_path / "graph.onnx"
     onnx.save(proto, path)
-    names = sessions.disabled_optimizers(path, CPU)
+    names = optimizers.disabled_optimizers(path, CPU)
     assert ("MatmulTransposeFusion" in names) == left_out
-    assert {*sessions.SLOW_ON_CPU} <= {*names}
-    assert not sessions.disabled_optimizers(path, Device(kind="cuda"))
+    assert {*optimizers.SLOW_ON_CPU} <= {*names}
+    assert not optimizers.disabled_optimizers(path, Device(kind="cuda"))
     x = np.arange(64).reshape(8, 8)
     feeds = {"x": x.astype({"float": "float32"}.get(dtype, dtype))}
     with OnnxRuntime().load(Artifact(kind="onnx", path=path, sha256="", bytes=0), CPU) as session:

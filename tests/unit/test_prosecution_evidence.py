@@ -135,7 +135,7 @@ def test_on_cuda_they_have_the_options_of_the_session(here: bool, monkeypatch: p
     names = ["CUDAExecutionProvider"] * here + ["CPUExecutionProvider"]
     session = SimpleNamespace(get_providers=lambda: names, run=lambda names, feeds: [])
     binding = SimpleNamespace(
-        SessionOptions=SimpleNamespace,
+        SessionOptions=lambda: SimpleNamespace(add_session_config_entry=lambda *entry: given.append(entry)),
         GraphOptimizationLevel=SimpleNamespace(ORT_ENABLE_ALL="all"),
         preload_dlls=lambda: given.append("libraries"),
         InferenceSession=lambda model, options, **more: given.append(more) or session,
@@ -153,7 +153,8 @@ def test_on_cuda_they_have_the_options_of_the_session(here: bool, monkeypatch: p
             exec(lines, known)
     cuda = {"device_id": "1", "use_tf32": "0", "prefer_nhwc": "1"}
     wanted = [("CUDAExecutionProvider", cuda), ("CPUExecutionProvider", {})]
-    assert given == ["libraries", {"providers": wanted, "disabled_optimizers": ["ConvBNFusion"]}]
+    entry = ("session.qdq_matmulnbits_accuracy_level", "1")
+    assert given == ["libraries", entry, {"providers": wanted, "disabled_optimizers": ["ConvBNFusion"]}]
 
 
 def test_a_report_says_what_was_expected_and_found_and_by_what(model: onnx.ModelProto) -> None:

@@ -10,13 +10,20 @@ import onnx_ir as ir
 import pytest
 from onnx.reference import ReferenceEvaluator
 
+from enginesmith.pipeline.artifact import Artifact
+from enginesmith.pipeline.engines.base import BuildRequest
+from enginesmith.pipeline.engines.onnxruntime.engine import OnnxRuntime
+from enginesmith.pipeline.engines.onnxruntime.optimizers import quantizes_weights_alone
 from enginesmith.pipeline.engines.onnxruntime.session import open_session, session_options
+from enginesmith.pipeline.engines.triton import Message
 from enginesmith.pipeline.passes.quantize.precision import keep_clamps_apart, keep_weights_floating
 from enginesmith.pipeline.passes.quantize.qdq import Settings
 from enginesmith.pipeline.passes.quantize.quantizers import add_to_bias
+from enginesmith.pipeline.planning.variants import list_variants, resolve_recipe
+from enginesmith.pipeline.recipe import make as make_recipe
 from enginesmith.pipeline.system.device import Device
 from enginesmith.pipeline.tensors import Array
-from graphs import count_kernels, parse_graph, run_model, sqnr_db
+from graphs import count_kernels, normal, parse_graph, run_model, sqnr_db
 from qdq_graphs import CPU, GPU, RUNNABLE, exact_values, feeds, find_node, grid, make_quantized, make_random, residual
 
 random = make_random()
@@ -366,3 +373,109 @@ def test_each_column_of_each_expert_has_a_scale_in_an_integer_kernel(tmp_path: P
     assert lowest(replace(RUNNABLE, inputs_only=True)) > 30
     assert lowest(RUNNABLE, opset=19) < 5, "blocks came later"
     assert lowest(GPU) < 5, "TensorRT has no blocks in int8"
+
+
+def _save_blocks(path: Path) -> Path:
+    """Save a product with an int4 weight in blocks of 16 inputs."""
+    levels = np.random.default_rng(1).integers(-7, 8, (64, 32)).astype(ml_dtypes.int4)
+    graph = """net (float[n, 64] x) => (float[n, 32] y) {
+        v = DequantizeLinear <axis = 0, block_size = 16> (q, s)
+        y = MatMul(x, v)
+    }"""
+    model = parse_graph(graph, 21, s=np.abs(normal(4, 32)) + 0.1, q=levels)
+    ir.save(model, path)
+    return path
+
+
+@pytest.mark.parametrize("rounded", [False, True])
+def test_activations_beside_weights_in_blocks_are_rounded_where_that_is_asked_for_alone(
+    rounded: bool, tmp_path: Path
+) -> None:
+    """By default ONNX Runtime rounds them to int8, without a word."""
+    given = Artifact(kind="onnx", path=_save_blocks(tmp_path / "model.onnx"), sha256="", bytes=0)
+    engine, x = OnnxRuntime(int8_activations=rounded), {"x": normal(4, 64, seed=3)}
+    (out := tmp_path / "built").mkdir()
+    effect = engine.build(BuildRequest(given, out, Device()))
+    built = Artifact(kind="engine", path=out / effect.file, sha256="", bytes=0, signature=effect.signature)
+    assert {node.op_type for node in ir.load(built.path).graph} == {"MatMulNBits"}
+    with OnnxRuntime.as_given().load(given, Device()) as session:
+        (right,) = session.run(x).values()
+    for artifact in (built, given):  # a package has the graph as it was
+        with engine.load(artifact, Device()) as session:
+            (answer,) = session.run(x).values()
+        assert bool(np.abs(answer - right).max() > 1e-3 * np.abs(right).max()) is rounded
+    assert engine.arithmetic == ("int8" if rounded else "fp32")
+
+
+def test_packages_name_how_products_with_weights_in_blocks_are_computed(tmp_path: Path) -> None:
+    entry = "session.qdq_matmulnbits_accuracy_level"
+    for rounded, value in ((False, "1"), (True, "4")):
+        engine = OnnxRuntime(int8_activations=rounded)
+        options = engine.package_facts(_save_blocks(tmp_path / "model.onnx"), Device()).options
+        assert options["config_entries"] == {entry: value}
+        assert OnnxRuntime.from_package(options).int8_activations is rounded  # type: ignore[attr-defined]
+        backend = engine.triton()
+        assert backend is not None
+        text = " ".join(Message(backend.configure(options, "cpu")).lines())
+        assert ("level: -1" in text) is (entry in "".join(backend.remark({"options": options}))) is not rounded
+    older = {**options, "config_entries": {}}
+    assert OnnxRuntime.from_package(older).int8_activations, "by default"  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize(
+    ("text", "alone"),
+    [
+        ("v = DequantizeLinear <axis = 0, block_size = 16> (q, s)\n y = MatMul(x, v)", True),
+        ("v = DequantizeLinear <axis = 0, block_size = 16> (q, s)\n c = Cast <to = 1> (v)\n y = MatMul(x, c)", True),
+        (
+            "p = QuantizeLinear(x, u, z)\n b = DequantizeLinear(p, u, z)\n"
+            "v = DequantizeLinear <axis = 0, block_size = 16> (q, s)\n y = MatMul(b, v)",
+            False,
+        ),
+        (
+            "t = Transpose(s)\n p = QuantizeLinear(t, u, z)\n b = DequantizeLinear(p, u, z)\n"
+            "r = MatMul(s, b)\n g = MatMul(r, s)\n o = Slice(g, k, k)\n y = MatMul(x, w)",
+            False,
+        ),
+    ],
+)
+def test_weights_alone_are_told_from_pairs_on_both_sides(text: str, alone: bool, tmp_path: Path) -> None:
+    model = parse_graph(
+        f"net (float[n, 64] x) => (float[n, 32] y) {{ {text} }}",
+        21,
+        s=np.abs(normal(4, 32)),
+        w=normal(64, 32),
+        u=np.float32(0.1),
+        z=np.uint8(128),
+        k=np.array([1]),
+        q=np.zeros((64, 32), ml_dtypes.int4),
+    )
+    ir.save(model, tmp_path / "model.onnx")
+    assert quantizes_weights_alone(tmp_path / "model.onnx") is alone
+
+
+@pytest.mark.parametrize(
+    ("level", "device", "modes"),
+    [
+        ("all", "cpu", ["", "int8-activations"]),
+        ("disabled", "cpu", ["disabled"]),
+        ("all", "cuda", [""]),
+    ],
+)
+def test_int4_is_tried_with_activations_of_both_kinds_where_there_are_kernels(
+    level: str, device: str, modes: list[str]
+) -> None:
+    recipe = make_recipe(
+        {"model": "digits", "engines": ["onnxruntime"], "graph_optimization": [level], "device": device}
+    )
+    assert [config.mode for config in OnnxRuntime.configurations(recipe, "int4-weights")] == modes
+    assert len([*OnnxRuntime.configurations(recipe, "fp32")]) == 1
+
+
+@pytest.mark.parametrize(("precision", "count"), [("fp32", 1), ("int4-weights", 2)])
+def test_a_file_that_is_in_int4_keeps_its_floats(precision: str, count: int, tmp_path: Path) -> None:
+    model = str(_save_blocks(tmp_path / "model.onnx"))
+    recipe = make_recipe(
+        {"model": model, "engines": ["onnxruntime"], "precisions": [precision], "device": "cpu"}, listed=True
+    )
+    assert len([*list_variants(resolve_recipe(recipe), recipe.engines)]) == count

@@ -23,19 +23,25 @@ from enginesmith.pipeline.engines import cuda_allocator
 from enginesmith.pipeline.engines.base import BuildRequest, Configuration, Engine, PackageFacts
 from enginesmith.pipeline.engines.compatibility import Check, check, check_driver, check_packages
 from enginesmith.pipeline.engines.onnxruntime import profiler, providers
-from enginesmith.pipeline.engines.onnxruntime.providers import Provider
-from enginesmith.pipeline.engines.onnxruntime.session import (
-    LEVELS,
+from enginesmith.pipeline.engines.onnxruntime.optimizers import (
     OPTIMIZERS,
     SLOW_ON_CPU,
+    disabled_optimizers,
+    find_wrong_optimizers,
+    quantizes_weights_alone,
+)
+from enginesmith.pipeline.engines.onnxruntime.providers import Provider
+from enginesmith.pipeline.engines.onnxruntime.session import (
+    ACCURACY,
+    FLOATS,
+    INT8,
+    LEVELS,
     SPINNING,
     THREADS,
     GraphedOnnxRuntimeSession,
     Level,
     OnnxRuntimeSession,
     counted_options,
-    disabled_optimizers,
-    find_wrong_optimizers,
     open_session,
     session_options,
 )
@@ -60,6 +66,7 @@ _logger = logging.getLogger(__name__)
 _MODEL, _RECORD, _TRACE = "model.onnx", "engine.json", "trace"
 _TRITON_LEVELS = {"ORT_ENABLE_EXTENDED": 1, "ORT_ENABLE_BASIC": -1, "ORT_DISABLE_ALL": 2}
 """Levels of Triton's backend; all optimizations are on where none is given."""
+_WEIGHTS_ALONE = "int4-weights"
 _CUDNN_OF_ONNXRUNTIME = 9
 _GRAPHS = "enable_cuda_graph"
 RECORD_NODES = "session.record_ep_graph_assignment_info"
@@ -74,6 +81,7 @@ import onnxruntime
 
 {start}options = onnxruntime.SessionOptions()
 options.graph_optimization_level = onnxruntime.GraphOptimizationLevel.{level}
+options.add_session_config_entry("{entry}", "{accuracy}")
 providers = {listed}
 session = onnxruntime.InferenceSession(MODEL, options, providers=providers, disabled_optimizers={without})
 if session.get_providers()[0] != providers[0][0]:
@@ -128,6 +136,8 @@ class OnnxRuntime(Engine):
     """Options of the session on the CPU that are not its defaults: ``session.intra_op.allow_spinning=0``."""
     without: tuple[str, ...] = ()
     """Optimizations that are left out, by ONNX Runtime's names: those that get the model wrong."""
+    int8_activations: bool = False
+    """Let fused products whose weights alone are quantized, as in int4, round their activations to int8, by blocks."""
     cuda_graphs: bool = False
     """Replay each bound set of feeds as a CUDA graph: one launch instead of one for each node."""
     emulate: bool = False
@@ -160,6 +170,9 @@ class OnnxRuntime(Engine):
                 )
                 mode = "-".join(filter(None, ("" if level == "all" else level, word)))
                 yield Configuration(engine, precision, mode=mode)
+                if precision == _WEIGHTS_ALONE and options.where.kind == "cpu" and level in ("extended", "all"):
+                    faster = engine.model_copy(update={"int8_activations": True})
+                    yield Configuration(faster, precision, mode="-".join(filter(None, (mode, "int8-activations"))))
 
     @classmethod
     def candidate_precisions(cls, device: Device) -> tuple[str, ...]:
@@ -205,12 +218,17 @@ class OnnxRuntime(Engine):
             "disabled_optimizers": [*disabled_optimizers(main, device), *self.without],
         }
         tuned = self._tuned_session
+        accuracy = {ACCURACY: self._accuracy} if quantizes_weights_alone(main) else {}
         return {
             "graph_optimization_level": LEVELS[self.graph_optimization],
             THREADS: int(tuned.get(THREADS, device.threads)),
-            "config_entries": {name: value for name, value in tuned.items() if name != THREADS},
+            "config_entries": {name: value for name, value in tuned.items() if name != THREADS} | accuracy,
             "session": session,
         }
+
+    @property
+    def _accuracy(self) -> str:
+        return INT8 if self.int8_activations else FLOATS
 
     @property
     def _tuned_session(self) -> dict[str, str]:
@@ -231,6 +249,7 @@ class OnnxRuntime(Engine):
             provider_options=given,
             session_options=tuned,
             without=left_out,
+            int8_activations=options.get("config_entries", {}).get(ACCURACY, INT8) == INT8,
         )
 
     @classmethod
@@ -243,8 +262,14 @@ class OnnxRuntime(Engine):
             )
             replayed = any(_GRAPHS in given for given in engine["options"]["session"]["provider_options"])
             spins = "threads spin between operators, which the run had switched off: the backend has no option for it"
-            quiet = engine["options"].get("config_entries", {}).get(SPINNING) == "0"
-            return (*([off] if wrong else []), *([graphs] if replayed else []), *([spins] if quiet else []))
+            entries = engine["options"].get("config_entries", {})
+            basic = (
+                "optimization is at its basic level, which dequantizes weights at each request: the backend cannot set "
+                f"{ACCURACY}, and at higher levels products round their activations to int8 without it"
+            )
+            told = {off: wrong, graphs: replayed, spins: entries.get(SPINNING) == "0"}
+            told[basic] = not wrong and entries.get(ACCURACY) == FLOATS
+            return tuple(text for text, applies in told.items() if applies)
 
         return TritonBackend("onnxruntime", "model.onnx", configure=_configure_triton, remark=remark)
 
@@ -311,7 +336,7 @@ class OnnxRuntime(Engine):
 
     @property
     def arithmetic(self) -> str:
-        return "tf32" if self.tf32 else "fp32"
+        return "int8" if self.int8_activations else "tf32" if self.tf32 else "fp32"
 
     def environment_key(self, device: Device) -> dict[str, Any]:
         return _here(device).model_dump() if self._saves(device) else {}
@@ -328,7 +353,7 @@ class OnnxRuntime(Engine):
                 summary, notes = f"{summary}; {_NO_INT8}", [f"{_NO_INT8}; TensorRT has kernels for such graphs"]
             return Effect(file=_MODEL, summary=summary, notes=tuple(notes), signature=artifact.signature)
         level, file, record = self.graph_optimization, out / _MODEL, _here(device)
-        chosen = session_options(device, level, self.memory_arena, save_to=file)
+        chosen = session_options(device, level, self.memory_arena, save_to=file, accuracy=self._accuracy)
         open_session(artifact.path, chosen, device, without=self.without)
         (out / _RECORD).write_text(record.model_dump_json(indent=1), encoding="utf-8")
         old, new = (Counter(model_file.summary(path).operators) for path in (artifact.path, file))
@@ -348,10 +373,11 @@ class OnnxRuntime(Engine):
         if (artifact.folder / _RECORD).is_file():
             return artifact.path
         self.require(device)
-        chosen = session_options(device, self.graph_optimization, memory_arena=False, save_to=scratch / _MODEL)
+        level, file = self.graph_optimization, scratch / _MODEL
+        chosen = session_options(device, level, memory_arena=False, save_to=file, accuracy=self._accuracy)
         listed = self.tuned(artifact).without_graphs()._providers(device)
         open_session(artifact.path, chosen, device, listed, without=self.without)
-        return scratch / _MODEL
+        return file
 
     def assign_nodes(self, artifact: Artifact, device: Device) -> dict[str, dict[str, int]]:
         """Count nodes by execution provider on CUDA, after ONNX Runtime's basic optimizations."""
@@ -397,7 +423,9 @@ class OnnxRuntime(Engine):
         without = [*(SLOW_ON_CPU if device.kind == "cpu" else ()), *self.without]
         start = "onnxruntime.preload_dlls()\n" if device.kind == "cuda" else ""
         level = LEVELS[self.graph_optimization]
-        return _REPRODUCE.format(start=start, level=level, listed=listed, without=without)
+        return _REPRODUCE.format(
+            start=start, level=level, entry=ACCURACY, accuracy=self._accuracy, listed=listed, without=without
+        )
 
     def load(self, artifact: Artifact, device: Device) -> OnnxRuntimeSession:
         return self.tuned(artifact)._open(artifact, device)
@@ -429,7 +457,8 @@ class OnnxRuntime(Engine):
                         "build it here: `enginesmith resume RUN`; or use `enginesmith package RUN`, which is portable"
                     )
                     raise MissingCapability(message, remedy)
-        chosen, tuned = session_options(device, level, self.memory_arena, save_to, trace), self._tuned_session
+        chosen = session_options(device, level, self.memory_arena, save_to, trace, self._accuracy)
+        tuned = self._tuned_session
         if THREADS in tuned:  # never more than are allowed
             chosen.intra_op_num_threads = min(int(tuned[THREADS]), device.thread_count)
         if SPINNING in tuned:
@@ -534,7 +563,10 @@ def _list_wrong(options: Mapping[str, Any]) -> list[str]:
 
 def _configure_triton(options: Mapping[str, Any], device: str) -> Fields:
     """Set the optimization level, the CUDA accelerator and the threads, as the backend's README has them."""
-    level = _TRITON_LEVELS.get("ORT_DISABLE_ALL" if _list_wrong(options) else options["graph_optimization_level"])
+    wanted = options["graph_optimization_level"]
+    if device == "cpu" and options["config_entries"].get(ACCURACY) == FLOATS and wanted != "ORT_DISABLE_ALL":
+        wanted = "ORT_ENABLE_BASIC"  # which fuses no product with int8 activations
+    level = _TRITON_LEVELS.get("ORT_DISABLE_ALL" if _list_wrong(options) else wanted)
     inner: Fields = [] if level is None else [("graph", Message([("level", level)]))]
     if device == "cuda":
         given = {k: v for k, v in options["session"]["provider_options"][0].items() if k != _GRAPHS}
