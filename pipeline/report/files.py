@@ -5,6 +5,7 @@ import os
 import signal
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
 from multiprocessing import get_context
 from pathlib import Path
 from typing import Literal, Self
@@ -16,7 +17,7 @@ from enginesmith.pipeline.results import documents, gate_report
 from enginesmith.pipeline.results import run as runs
 from enginesmith.pipeline.results.gate_report import FleetGate, Gate
 from enginesmith.pipeline.results.run import Run
-from enginesmith.pipeline.system.worker import hide_main_module
+from enginesmith.pipeline.system.worker import end_with_parent, hide_main_module
 
 Format = Literal["html", "md", "junit", "json"]
 NAMES: Mapping[Format, str] = {"html": "report.html", "md": "report.md", "junit": "junit.xml", "json": "run.json"}
@@ -73,25 +74,25 @@ class Writer:
     """Writes the reports of several run directories from what their run.json says, each as soon as it is given.
 
     Where there are many, other processes do it meanwhile; leaving the context waits for them. ``tell`` is told of
-    reports that cannot be written: what they are about is in run.json, and is worth more.
+    reports that cannot be written: what they are about is in run.json, and is worth more. What another process was to
+    write when it ended is written by this one.
     """
 
     def __init__(self, runs: int, tell: Callable[[str], object]) -> None:
         processes = min(len(os.sched_getaffinity(0)), runs // _FOLDERS_A_PROCESS)
-        # Ctrl-C reaches the whole group; what was given is written all the same
-        ignore = (signal.signal, (signal.SIGINT, signal.SIG_IGN))
-        self._pool = ProcessPoolExecutor(processes, get_context("spawn"), *ignore) if processes > 1 else None
-        self._futures: list[Future[None]] = []
+        several = processes > 1
+        self._pool = ProcessPoolExecutor(processes, get_context("spawn"), _leave_signals) if several else None
+        self._futures: list[tuple[Path, Future[None]]] = []
         self._tell = tell
 
     def write(self, folder: Path) -> None:
         """Write the reports of one run directory."""
-        if self._pool is None:
-            with self._noted():
-                _from_record(folder)
-            return
-        with hide_main_module():
-            self._futures.append(self._pool.submit(_from_record, folder))
+        if self._pool is not None:
+            with contextlib.suppress(BrokenProcessPool), hide_main_module():
+                self._futures.append((folder, self._pool.submit(_from_record, folder)))
+                return
+        with self._noted():
+            _from_record(folder)
 
     def __enter__(self) -> Self:
         return self
@@ -99,9 +100,12 @@ class Writer:
     def __exit__(self, *error: object) -> None:
         if self._pool is not None:
             self._pool.shutdown()
-        for future in self._futures:
+        for folder, future in self._futures:
             with self._noted():
-                future.result()
+                try:
+                    future.result()
+                except BrokenProcessPool:
+                    _from_record(folder)
 
     @contextlib.contextmanager
     def _noted(self) -> Iterator[None]:
@@ -109,6 +113,13 @@ class Writer:
             yield
         except StoreError as error:
             self._tell(f"the reports were not written, which `enginesmith report` does: {error.message}")
+
+
+def _leave_signals() -> None:
+    """Leave Ctrl-C and SIGTERM, which reach the whole group, to the parent: what was given is written all the same."""
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_IGN)
+    end_with_parent()
 
 
 def _from_record(folder: Path) -> None:

@@ -270,6 +270,13 @@ def _main(
         take_share(cores)
     if prepare:
         prepare()
+    end_with_parent()
+    logging.basicConfig(level=logging.INFO, stream=sys.stderr)
+    body(connection, *args)
+
+
+def end_with_parent() -> None:
+    """End this process as soon as its parent has ended, however that ended."""
     if (parent := multiprocessing.parent_process()) is not None:
         sentinel = parent.sentinel
 
@@ -278,8 +285,6 @@ def _main(
             os._exit(1)
 
         threading.Thread(target=die_with_parent, daemon=True).start()
-    logging.basicConfig(level=logging.INFO, stream=sys.stderr)
-    body(connection, *args)
 
 
 def _inherit(environment: Mapping[str, str], cores: Collection[int], prepare: Callable[[], None] | None) -> None:

@@ -3,6 +3,10 @@
 import errno
 import os
 import re
+import signal
+from concurrent.futures import Future, ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
+from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
@@ -298,6 +302,46 @@ def test_other_processes_write_the_reports_of_many(some: Run, tmp_path: Path, mo
     assert all((there / name).read_bytes() == (here / name).read_bytes() for name in files.NAMES.values())
     with pytest.raises(UsageError, match="there is no run"), files.Writer(16, pytest.fail) as reports:
         reports.write(tmp_path / "damaged")
+
+
+class _Broken:
+    """A pool whose processes have ended: some work was given before, and none can be given any more."""
+
+    def __init__(self, *_: object) -> None:
+        self._given = 0
+
+    def submit(self, *_: object) -> Future[None]:
+        self._given += 1
+        if self._given > 1:
+            raise BrokenProcessPool("A child process terminated abruptly")
+        future = Future[None]()
+        future.set_exception(BrokenProcessPool("A process in the process pool was terminated abruptly"))
+        return future
+
+    def shutdown(self) -> None:
+        pass
+
+
+def test_reports_of_processes_that_were_ended_are_written_by_this_one(
+    some: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(os, "sched_getaffinity", lambda process: {0, 1})
+    monkeypatch.setattr(files, "ProcessPoolExecutor", _Broken)
+    with files.Writer(16, pytest.fail) as reports:
+        for folder in (tmp_path / "given", tmp_path / "refused"):
+            folder.mkdir()
+            documents.write(some, folder)
+            reports.write(folder)
+    for folder in tmp_path.iterdir():
+        assert {path.name for path in folder.iterdir()} == set(files.NAMES.values())
+
+
+@pytest.mark.thorough
+def test_a_signal_to_the_whole_group_ends_no_process_that_writes_reports() -> None:
+    """A process that obeyed would have no answer."""
+    with ProcessPoolExecutor(1, get_context("spawn"), files._leave_signals) as pool:
+        for number in (signal.SIGTERM, signal.SIGINT):
+            assert pool.submit(signal.raise_signal, number).result() is None
 
 
 def test_a_long_reason_is_told_in_full_in_one_place() -> None:
