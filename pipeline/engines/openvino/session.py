@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import numpy as np
 
 from enginesmith.pipeline.engines.base import UNKNOWN_OPERATOR, Session, refuse_closed
+from enginesmith.pipeline.engines.openvino import rewrites
 from enginesmith.pipeline.engines.telemetry import import_without_telemetry
 from enginesmith.pipeline.errors import EnginesmithError, InvalidGraph, ModelError, UnsupportedGraph
 from enginesmith.pipeline.system.device import Device
@@ -30,7 +31,7 @@ FloatType = Literal["f32", "f16", "bf16"]
 """OpenVINO's words for the types that floating-point layers may compute in."""
 _UNSUPPORTED = ("OpConversionFailure", "NotImplementedFailure", "not supported", "Unsupported")
 """Words of OpenVINO about operators that it does not know."""
-_PRODUCTS, _WITH_BODIES = ("MatMul", "Einsum"), ("If", "Loop", "TensorIterator")
+_PRODUCTS = ("MatMul", "Einsum")
 _WITHOUT_SNIPPETS = {"SNIPPETS_MODE": "DISABLE"}
 
 
@@ -50,8 +51,6 @@ def computes_in_bf16() -> bool:
     return "BF16" in core().get_property("CPU", "OPTIMIZATION_CAPABILITIES")
 
 
-_REDUCTIONS = frozenset(f"Reduce{word}" for word in ("L1", "L2", "Max", "Mean", "Min", "Prod", "Sum"))
-_SLICE_INPUTS = ("data", "start", "stop", "step", "axes")
 THREADS = "INFERENCE_NUM_THREADS"
 """Option that is tuned."""
 
@@ -85,93 +84,13 @@ def read_graph(path: Path) -> "openvino.Model":
         graph = core().read_model(path)
     except (RuntimeError, MemoryError) as error:
         raise _load_error(error, path.name) from error
-    _replace_lost_slices(graph)
-    _keep_reduced_axes(graph)
+    rewrites.correct(graph)
     return graph
-
-
-def _keep_reduced_axes(graph: "openvino.Model") -> None:
-    """Reduce with axes of size 1 left, and squeeze them out behind it.
-
-    OpenVINO 2026.4.1 computes element-wise operations as a part of the reduction before them, and takes the channels of
-    a result without these axes from the wrong axis: of a mean over tokens in int8, or over the last of three axes also
-    in floats (docs/precision.md).
-    """
-    from openvino import opset13
-
-    for node in graph.get_ordered_ops():
-        for body in _list_bodies(node):
-            _keep_reduced_axes(body)
-        if node.get_type_name() not in _REDUCTIONS or node.get_attributes()["keep_dims"]:
-            continue
-        value, axes = node.output(0), node.input_value(1)
-        known = axes.get_node().get_type_name() == "Constant" and axes.get_node().get_data().size
-        if not known or not value.get_element_type().is_real():
-            continue
-        readers, names = value.get_target_inputs(), value.get_names()
-        node.set_attribute("keep_dims", True)
-        node.validate_and_infer_types()
-        value.set_names(set())
-        squeezed = opset13.squeeze(value, axes, name=f"{node.get_friendly_name()}/squeezed").output(0)
-        squeezed.set_names(names)
-        for reader in readers:
-            reader.replace_source_output(squeezed)
-    graph.validate_nodes_and_infer_types()
-
-
-def _replace_lost_slices(graph: "openvino.Model") -> None:
-    """Take by Gather what GatherElements reads of a Slice, which OpenVINO 2026.4.1 loses, and then does not compile."""
-    from openvino import opset8
-
-    for reader in graph.get_ordered_ops():
-        sliced = reader.input_value(0).get_node() if reader.get_type_name() == "GatherElements" else None
-        if sliced is None or sliced.get_type_name() != "Slice" or sliced.get_input_size() != len(_SLICE_INPUTS):
-            continue
-        source, *bounds = (sliced.input_value(index) for index in range(sliced.get_input_size()))
-        if any(bound.get_node().get_type_name() != "Constant" for bound in bounds):
-            continue
-        for start, stop, step, axis in zip(*(bound.get_node().get_data().tolist() for bound in bounds), strict=True):
-            shape = source.get_partial_shape()
-            size = shape[axis % len(shape)]
-            if size.is_static:
-                taken = np.arange(size.get_length())[start:stop:step]
-                source = opset8.gather(source, taken, np.int64(axis)).output(0)
-        if source.get_partial_shape() == sliced.get_output_partial_shape(0):
-            reader.input(0).replace_source_output(source)
 
 
 def _name_type(value: Array) -> Array:
     """View an array as the type of the same numbers that OpenVINO knows: not ``longlong``, which also is int64."""
     return value if value.dtype.char not in "qQ" else value.view(value.dtype.name)
-
-
-def restore_empty(graph: "openvino.Model", empty: Collection[str]) -> None:
-    """Restore the size 0 of constants that are outputs, by name: OpenVINO 2026.4.1 reads them as single numbers.
-
-    A branch for the case that a detector finds nothing then answers a row of arbitrary numbers. What else reads such
-    constants is left alone: a Gather by no indices would end the process.
-    """
-    openvino = load_openvino()
-
-    if not empty:
-        return
-    for node in graph.get_ordered_ops():
-        for body in _list_bodies(node):
-            restore_empty(body, empty)
-        value = node.output(0) if node.get_type_name() == "Constant" else None
-        if value is not None and not value.get_shape() and not value.get_names().isdisjoint(empty):
-            constant = openvino.op.Constant(node.get_element_type(), openvino.Shape([0]), []).output(0)
-            for reader in value.get_target_inputs():
-                if reader.get_node().get_type_name() == "Result":
-                    reader.replace_source_output(constant)
-    graph.validate_nodes_and_infer_types()
-
-
-def _list_bodies(node: Any) -> list["openvino.Model"]:
-    """List the branches of a node, or the body of a loop."""
-    if node.get_type_name() == "If":
-        return [node.get_function(index) for index in range(2)]
-    return [node.get_function()] if node.get_type_name() in _WITH_BODIES else []
 
 
 AS_WRITTEN = "enginesmith_types"
@@ -240,7 +159,7 @@ def find_workarounds(graph: "openvino.Model", *, fixed: bool = False) -> dict[st
     for node in graph.get_ordered_ops():
         sources = {node.input_value(at).get_node().get_name() for at in range(node.get_input_size())}
         follows = not behind.isdisjoint(sources)
-        if fixed and node.get_type_name() in _WITH_BODIES:
+        if fixed and node.get_type_name() in rewrites.WITH_BODIES:
             return _WITHOUT_SNIPPETS
         product = node.get_type_name() in _PRODUCTS and _is_matrix(node.get_output_partial_shape(0), fixed)
         if product and follows:
