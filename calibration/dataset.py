@@ -4,6 +4,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
+from types import MappingProxyType
 from typing import Literal, TypeVar, get_args
 
 import numpy as np
@@ -430,12 +431,15 @@ def synthetic(
     seed: int,
     drawing: Drawing = "like",
     first: int | None = None,
+    tables: Mapping[str, int] = MappingProxyType({}),
 ) -> Dataset:
     """Make ``count`` rows that look like the example: for models that come without data.
 
     Floats are normal with the example's mean and standard deviation; integers and bools are drawn from its values, as
     often as they occur, but for a value that is at the same places in all of its samples, such as the token that ends a
-    text: it stays there. ``sizes`` gives the dynamic dimensions besides the batch.
+    text: it stays there. An input of one number for each row that is an index of one of the ``tables``, as the token of
+    a decoding step is, is drawn from all of that table's rows, since an example tells next to nothing of it. ``sizes``
+    gives the dynamic dimensions besides the batch.
 
     For models that do not take such rows, floats are ``within`` the example's least and greatest instead, and all that
     is no float is the example's own, row after row from the row ``first`` on, by default :func:`find_longest`: those of
@@ -449,7 +453,7 @@ def synthetic(
     rowed, shared = split_inputs(inputs)
     rows = rows_first(example, rowed)
     own = np.arange(count) + (find_longest(inputs, example) if first is None else first)
-    arrays = {spec.name: _draw(spec.as_row, rows[spec.name], sizes, own, rng, drawing) for spec in rowed}
+    arrays = {spec.name: _draw(spec.as_row, rows[spec.name], sizes, own, rng, drawing, tables) for spec in rowed}
     name, whole = f"synthetic ({count} rows, seed {seed})", {spec.name: example[spec.name] for spec in shared}
     return Dataset(name, arrays, synthetic=True, axes=find_axes(inputs), shared=whole)
 
@@ -475,6 +479,7 @@ def _draw(
     own: Array,
     rng: np.random.Generator,
     drawing: Drawing,
+    tables: Mapping[str, int],
 ) -> Array:
     """Draw as many rows as ``own`` has numbers: those of the example's rows that are taken where none are made."""
     empty = 0 in spec.shape
@@ -489,6 +494,8 @@ def _draw(
     if drawing == "repeat" or (whole and drawing == "within"):
         rows: Array = example[np.ix_(own % len(example), *_repeat_places(example, shape))]
         return rows
+    if spec.is_number and spec.name in tables:
+        return rng.integers(0, tables[spec.name], shape).astype(example.dtype)
     if whole:
         return _draw_whole(example, shape, rng)
     values = example.astype(np.float64)

@@ -2,7 +2,8 @@
 
 An artifact of kind ``reference`` holds them: ``samples.json`` and, for each set of sizes, ``feeds-N.npz`` and
 ``outputs-N.npz`` with what the baseline answered; ``feeds-N-K.npz`` and ``outputs-N-K.npz`` of further calls. Beside
-them, ``unstable-N.npz`` tells where rounding decides what the answers are.
+them, ``unstable-N.npz`` tells where rounding decides what the answers are. Where the feeds are made up, they are like
+what ``example-0.npz`` holds.
 """
 
 import math
@@ -38,9 +39,10 @@ POINTS: tuple[Point, ...] = ("min", "opt", "max")
 _WRITTEN = ("feeds", "outputs", UNSTABLE)
 _USUALLY_UNSET = (
     *("drawing", "parts", "spans", "interacting", "unsteady", "rounding", "rounding_db", "quantizes", "unverified"),
-    "assumed",
+    *("assumed", "tables"),
 )
 """Fields that are not written where they have their default."""
+_EXAMPLE = "example"
 SYNTHETIC = "synthetic"
 """Origin of feeds that were made up."""
 JUDGED_SAMPLES = 8
@@ -72,6 +74,8 @@ class Samples(BaseModel, frozen=True):
     cases: tuple[Case, ...]
     drawing: Drawing = "like"
     """Way to make rows of the example that the model takes, where there is no data."""
+    tables: dict[str, int] = {}
+    """Rows of the tables that inputs are indices of, as the model that the rows were made for tells."""
     parts: dict[str, int] = {}
     """Samples of each part, where one data set was split into parts."""
     spans: dict[str, float] = {}
@@ -299,8 +303,20 @@ def feeds_for(
         return resize(given, signature, case.sizes)
     if batch_symbol(signature) is None:
         return resize(example, signature, case.sizes)
-    drawn = synthetic(signature.inputs, example, case.sizes, case.batch, seed, drawing)
+    own = np.random.SeedSequence([seed, *case.sizes.values()]).generate_state(1)  # else all cases begin alike
+    tables = signature.tables
+    drawn = synthetic(signature.inputs, example, case.sizes, case.batch, int(own[0]), drawing, tables=tables)
     return resize(drawn.batch(0, case.batch), signature, case.sizes)
+
+
+def write_example(out: Path, example: Feeds) -> None:
+    """Write the example that the feeds were made like."""
+    write_arrays(out, _EXAMPLE, 0, example)
+
+
+def read_example(folder: Path) -> dict[str, Array]:
+    """Read the example that the feeds of a reference without data were made like."""
+    return read_arrays(folder, _EXAMPLE, 0)
 
 
 def take_last(arrays: Feeds, specs: Sequence[TensorSpec], symbol: str) -> dict[str, Array]:

@@ -142,16 +142,17 @@ class Feeder(BaseModel, frozen=True, extra="forbid"):
         return drawn, batch
 
     def _like_reference(self, signature: Signature, reference: Artifact) -> Dataset:
-        """Take the rows of the largest batch at the usual sizes; or rows like them, where they are made up."""
+        """Take the rows of the largest batch at the usual sizes; or make rows as made-up ones were made."""
         known = samples.read(reference.folder)
         symbol = samples.batch_symbol(signature)
         usual = {name: range_.opt for name, range_ in known.ranges.items() if name != symbol}
         fitting = {index: case for index, case in enumerate(known.cases) if usual.items() <= case.sizes.items()}
         index = max(fitting, key=lambda position: fitting[position].batch)
-        stored = samples.read_arrays(reference.folder, "feeds", index)
         if known.data == samples.SYNTHETIC and symbol is not None:
-            sizes = fitting[index].sizes
-            return lazy_synthetic(signature.inputs, stored, sizes, self.samples, self.seed, known.drawing)
+            example, sizes = samples.read_example(reference.folder), fitting[index].sizes
+            drawing, tables = known.drawing, known.tables
+            return lazy_synthetic(signature.inputs, example, sizes, self.samples, self.seed, drawing, tables)
+        stored = samples.read_arrays(reference.folder, "feeds", index)
         feeds = rows_first({spec.name: stored[spec.name] for spec in signature.inputs}, signature.inputs)
         made_up, shared = known.data == samples.SYNTHETIC, {spec.name for spec in split_inputs(signature.inputs)[1]}
         return Dataset(

@@ -162,6 +162,9 @@ class Sample(Task):
         facts["quantizes"] = is_file and "QuantizeLinear" in model_file.summary(model.path).operators
         facts |= {"choosing": choosing, "rounding": unstable.movements, "rounding_db": unstable.sqnr_db}
         facts |= {"class_names": class_names, "assumed": assumed, "drawing": drawing}
+        facts["tables"] = {} if data else signature.tables
+        if not data:
+            samples.write_example(out, given)
         samples.write(out, samples.Samples(data=name, ranges=ranges, cases=cases, **facts))
         if empty := [key for key, share in odd.items() if share == 1.0]:
             raise SourceError(
@@ -550,6 +553,8 @@ class Answers(Task):
     def run(self, inputs: Inputs, out: Path, progress: Progress) -> Effect:
         given = inputs["reference"].folder
         known, ends = samples.read(given), list[dict[str, tuple[float, float]]]()
+        if known.data == samples.SYNTHETIC:
+            samples.write_example(out, samples.read_example(given))
         with self.engine.load(inputs["model"], Device()) as session:
             unstable = UnstableNumbers(session.perturb)
             for index, case in enumerate(known.cases):

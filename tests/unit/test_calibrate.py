@@ -52,6 +52,8 @@ def reference(folder: Path, data: str = "synthetic", batch: str | None = "batch"
     for index, case in enumerate(cases):
         images = np.random.default_rng(index).standard_normal((case.batch, 1, 8, 8)).astype(np.float32)
         samples.write_arrays(place, "feeds", index, {"image": images})
+    if data == samples.SYNTHETIC:
+        samples.write_example(place, {"image": images})
     return Artifact(kind="reference", path=place / samples.RECORD, sha256="reference", bytes=0)
 
 
@@ -141,11 +143,29 @@ def test_without_data_real_samples_of_the_reference_are_used_as_they_are(tmp_pat
     assert found.tensors["image"].maximum == pytest.approx(images.max())
 
 
+@pytest.mark.parametrize("tables", [{}, {"ids": 64}])
+def test_made_up_samples_are_like_the_example_and_not_like_the_feeds_that_were_drawn_of_it(
+    tmp_path: Path, tables: dict[str, int]
+) -> None:
+    """One token of two was drawn at batch 1; those of a table are of all its rows, as the reference's are."""
+    beside = reference(tmp_path)
+    samples.write(beside.folder, samples.read(beside.folder).model_copy(update={"tables": tables}))
+    for index in range(2):
+        samples.write_arrays(beside.folder, "feeds", index, {"ids": np.full((1, 1), 7)})
+    samples.write_example(beside.folder, {"ids": np.array([[4], [7]])})
+    signature = Signature(inputs=(TensorSpec.parse("ids:int64:batch,1"),), outputs=())
+    model = network(tmp_path).model_copy(update={"signature": signature})
+    feeding, _ = Feeder(data=None, samples=300, seed=0).open(model, beside)
+    found = {int(feeds["ids"][0, 0]) for feeds in feeding}
+    assert len(found) > 50 if tables else found == {4, 7}
+
+
 @pytest.mark.parametrize("data", ["mine.npz", "synthetic"])
 def test_samples_of_the_reference_are_taken_from_where_the_batch_is(tmp_path: Path, data: str) -> None:
     beside = reference(tmp_path, data=data)
     images = np.random.default_rng(0).random((3, 6, 2), np.float32) + 7
     samples.write_arrays(beside.folder, "feeds", 1, {"image": images})
+    samples.write_example(beside.folder, {"image": images})
     signature = Signature(inputs=(TensorSpec.parse("image:float32:3,batch,2"),), outputs=())
     model = network(tmp_path).model_copy(update={"signature": signature})
     feeding, _ = Feeder(data=None, samples=9, seed=0).open(model, beside)

@@ -49,6 +49,27 @@ class TestSynthetic:
             alone = make(specs, {"ids": np.moveaxis(ids[:1], 0, batch)}, {"sequence": 7}, 200, seed=0).arrays["ids"][:]
             assert (alone == 9).any(0).all()
 
+    def test_one_number_for_each_row_is_drawn_from_its_whole_table(self):
+        """A text has places of its own, so the values of the example's stay."""
+        specs = tuple(map(TensorSpec.parse, ("step:int32:batch,1", "text:int64:batch,n", "kind:int64:batch")))
+        example = {"step": np.array([[3], [5]], np.int32), "text": np.array([[3, 5]] * 2), "kind": np.array([3, 5])}
+        tables = {"step": 9, "text": 9}
+        digests = set()
+        for make in (synthetic, lazy_synthetic):
+            made = {
+                name: array[:] for name, array in make(specs, example, {"n": 2}, 200, 0, tables=tables).arrays.items()
+            }
+            assert {name: sorted(set(values.flat)) for name, values in made.items()} == {
+                "step": [*range(9)],
+                "text": [3, 5],
+                "kind": [3, 5],
+            }
+            assert made["step"].dtype == np.int32
+            within = make(specs, example, {"n": 2}, 200, 0, "within", tables=tables).arrays["step"][:]
+            assert set(within.flat) == {3, 5}
+            digests |= {make(specs, example, {"n": 2}, 20, 0, tables={"step": rows}).digest for rows in (9, 8)}
+        assert len(digests) == 4
+
     @pytest.mark.parametrize("batch", [0, 1])
     def test_what_is_drawn_within_the_example_never_leaves_it(self, batch):
         """Its whole numbers stay together, and the first sample is the longest, whose length another size may be."""

@@ -17,6 +17,7 @@ from enginesmith.pipeline.errors import ModelError
 from enginesmith.pipeline.frameworks import samples
 from enginesmith.pipeline.frameworks.onnx import model_file
 from enginesmith.pipeline.tasks import examples
+from enginesmith.pipeline.tasks.calibrate import Feeder
 from enginesmith.pipeline.tasks.examples import make_example
 from enginesmith.pipeline.tasks.verify import Sample
 from enginesmith.pipeline.tensors import Feeds, ShapeRange, Signature, TensorSpec
@@ -101,6 +102,29 @@ def test_lengths_differ_up_to_what_they_may_count_and_the_model_takes(
     assert drawn["lengths"].dtype == specs[-1].dtype
     own = {**drawn, "lengths": drawn["lengths"] + 1}
     assert examples.vary_lengths(session, cases, own, ranges, seed=0)["lengths"] is own["lengths"], "an example's own"
+
+
+def test_a_step_is_verified_and_calibrated_on_all_rows_of_its_table(tmp_path: Path) -> None:
+    text = "net (int64[batch, 1] ids, float[batch, 3] x) => (float[batch, 3] y)"
+    graph = onnx.parser.parse_graph(
+        f"{text} <int64[1] one = {{1}}> {{ r = Gather(t, ids) s = Squeeze(r, one) y = Add(s, x) }}"
+    )
+    graph.initializer.append(numpy_helper.from_array(np.arange(300, dtype=np.float32).reshape(100, 3), "t"))
+    path = tmp_path / "model.onnx"
+    onnx.save(helper.make_model(graph, opset_imports=[helper.make_opsetid("", 17)], ir_version=8), path)
+    model = Artifact(kind="onnx", path=path, sha256="", bytes=0, signature=model_file.signature(path))
+    found = []
+    for name in ("reference", "again"):
+        (folder := tmp_path / name).mkdir()
+        sample = Sample(engine=OnnxRuntime(), ranges={}, batches=(1, 64), data=None, data_options=DataOptions(), seed=0)
+        effect = sample.run({"model": model}, folder, lambda _: None)
+        reference = Artifact(kind="reference", path=folder / effect.file, sha256="", bytes=0)
+        feeding, _ = Feeder(data=None, samples=64, seed=0).open(model, reference)
+        found.append(
+            (samples.read_arrays(folder, "feeds", 1)["ids"], np.concatenate([feeds["ids"] for feeds in feeding]))
+        )
+    assert all(len(set(ids.flat)) > 30 for ids in found[0])
+    assert all((ids == other).all() for ids, other in zip(*found, strict=True))
 
 
 def test_made_up_numbers_that_are_the_same_in_all_samples_are_noted(tmp_path: Path) -> None:

@@ -142,6 +142,25 @@ def test_without_data_feeds_look_like_the_example() -> None:
     assert other["x"].std() > 0
 
 
+def test_sets_of_feeds_are_drawn_apart_and_each_in_the_same_way_again() -> None:
+    """With one seed for all, a decoding step would be verified on the same token at every batch size."""
+    decoder, example = signature("x:float32:batch,n", "ids:int64:batch,1"), {"ids": np.array([[48], [72]])}
+    example["x"] = np.eye(2, 6, dtype=np.float32)
+
+    def draw(batch: int, length: int = 6) -> dict[str, np.ndarray]:
+        case = Case(sizes={"batch": batch, "n": length}, batch=batch)
+        return samples.feeds_for(case, decoder, example, None, 0)
+
+    drawn = [draw(batch) for batch in (1, 2, 4, 8)]
+    assert {*np.concatenate([feeds["ids"] for feeds in drawn]).flat} == {48, 72}
+    assert len({feeds["x"][0].tobytes() for feeds in [*drawn, draw(1, 7)]}) == 5
+    assert all((feeds["x"] == draw(len(feeds["x"]))["x"]).all() for feeds in drawn)
+    of_table = decoder.model_copy(update={"tables": {"ids": 20}})
+    many = samples.feeds_for(Case(sizes={"batch": 300, "n": 6}, batch=300), of_table, example, None, 0)["ids"]
+    assert many.dtype == np.int64
+    assert (many.min(), many.max()) == (0, 19)
+
+
 def test_inputs_of_size_0_are_fed_empty() -> None:
     """Such as an empty past; inputs beside the samples keep it as it is."""
     past = TensorSpec(name="past", dtype="float32", shape=("batch", 0, 4))

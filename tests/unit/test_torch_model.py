@@ -298,6 +298,25 @@ def test_inputs_of_which_the_module_refuses_negative_indices_are_known(load) -> 
     assert load(Add(), (ONE, ONE)).signature.unsigned == ()
 
 
+def test_tables_that_inputs_are_indices_of_are_found(load) -> None:
+    """As in graphs; the place is one in the state, too, which has fewer."""
+
+    class Step(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.words, self.few, self.places = nn.Embedding(9, 2), nn.Embedding(7, 2), nn.Embedding(9, 2)
+
+        def forward(self, ids: Tensor, cast: Tensor, shifted: Tensor, place: Tensor, state: Tensor) -> Tensor:
+            cast = cast.long()
+            read = self.few(ids) + self.words(ids) + self.words(cast) + self.words(shifted + 1) + self.places(place)
+            return read + state[place]
+
+    numbers = torch.tensor([[1], [3]])
+    given = {"ids": numbers, "cast": numbers.int(), "shifted": numbers, "place": numbers, "state": torch.ones(5, 2)}
+    assert load(Step(), given).signature.tables == {"ids": 7, "cast": 9}
+    assert load(Add(), (ONE, ONE)).signature.tables == {}
+
+
 def test_outputs_called_as_an_input_get_names_of_their_own(load) -> None:
     class Recurrent(nn.Module):
         def forward(self, x: Tensor, h: Tensor, h_out: Tensor) -> dict[str, Tensor]:

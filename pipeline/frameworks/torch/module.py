@@ -14,6 +14,7 @@ from typing import Any, Self
 import torch
 from pydantic import BaseModel, Field
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from enginesmith.pipeline.errors import ShapeError, SignatureError, SourceError, UsageError
 from enginesmith.pipeline.frameworks import processing
@@ -351,7 +352,8 @@ def _infer_signature(source: Source, options: LoadOptions, built: factories.Buil
             f"inputs that are left out, so that their defaults hold: {others}; --input, for all inputs, adds some"
         )
     structure = describe_structure(returned, {id(value): name for name, value in outputs.items()})
-    signature = signature.model_copy(update={"returns": structure, "unsigned": _list_unsigned(module, example)})
+    indices = {"unsigned": _list_unsigned(module, example), "tables": _count_table_rows(module, example)}
+    signature = signature.model_copy(update={"returns": structure, **indices})
     if options.inputs or not built.inputs:  # a source that declares its inputs knows what varies
         notes += suggest_dynamic_sizes(module, signature, example, options.processing)
     if left_out:
@@ -378,6 +380,47 @@ def _list_unsigned(module: NamedForward, example: Mapping[str, Tensor]) -> tuple
                 except IndexError:
                     unsigned.append(name)
     return tuple(unsigned)
+
+
+class _Embeddings(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Collect, while it is on, the rows of the smallest embedding that reads each input, or a copy of it, by name."""
+
+    def __init__(self, inputs: Mapping[str, Tensor]) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.rows: dict[str, int] = {}
+        self._names = {value.data_ptr(): name for name, value in inputs.items()}
+        self._copies: list[Tensor] = []
+        """They are kept, so that no other tensor has their place in memory."""
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        answer = func(*args, **(kwargs or {}))
+        aten = torch.ops.aten
+        if func in (aten.clone.default, aten._to_copy.default) and args[0].data_ptr() in self._names:
+            self._names[answer.data_ptr()] = self._names[args[0].data_ptr()]
+            self._copies.append(answer)
+        elif func is aten.embedding.default and (name := self._names.get(args[1].data_ptr())):
+            self.rows[name] = min(len(args[0]), self.rows.get(name, len(args[0])))
+        return answer
+
+
+def _count_table_rows(module: NamedForward, example: Mapping[str, Tensor]) -> dict[str, int]:
+    """Count the rows of the smallest embedding that an input is an index of, as tokens are, by the input's name.
+
+    Inputs whose last row the module refuses are left out: they are places in something else, too.
+    """
+    kinds = (torch.int32, torch.int64)
+    whole = {name: value.clone() for name, value in example.items() if value.dtype in kinds and value.numel()}
+    embeddings, tables = _Embeddings(whole), dict[str, int]()
+    # inference_mode would hide what casts are made of
+    with contextlib.suppress(Exception), torch.no_grad(), embeddings:
+        module.call(*{**example, **whole}.values())
+    for name, rows in embeddings.rows.items():
+        with contextlib.suppress(Exception), torch.inference_mode():
+            module.call(*{**example, name: torch.full_like(example[name], rows - 1)}.values())
+            tables[name] = rows
+    return tables
 
 
 def _tensor_sizes(module: nn.Module) -> dict[str, tuple[int, ...]]:
