@@ -1,4 +1,4 @@
-"""OpenVINO in half precision: what casts the graph, and what stays in float32."""
+"""OpenVINO on floats: what casts the graph, what stays in float32, and functions that it computes less exactly."""
 
 from pathlib import Path
 from typing import Any
@@ -132,3 +132,63 @@ def test_what_the_graph_has_in_float32_is_computed_in_it(
     monkeypatch.setattr(sessions, "choose_hint", lambda graph, floats: floats)
     with pytest.raises(ModelError, match=f"computes c1, p, y in {floats}, which the graph has in float32"):
         measure_error("lost", *kept)
+
+
+SOFTPLUS = """net (float[{size}] x) => (float[{size}] y) {{ {body} }}"""
+WRITTEN_OUT = "e = Exp(x) s = Add({}) y = Log(s)"
+IN_A_BRANCH = """c = ReduceMax <keepdims = 0> (x) b = Greater(c, one)
+    y = If (b) <then_branch = a () => (float[n] p) { p = Softplus(x) },
+        else_branch = d () => (float[n] q) { q = Neg(x) }>
+"""
+
+
+@pytest.mark.parametrize(
+    "body", ["y = Softplus(x)", WRITTEN_OUT.format("e, one"), WRITTEN_OUT.format("one, e"), IN_A_BRANCH]
+)
+@pytest.mark.parametrize("size", ["n", 603])
+def test_softplus_has_all_digits(tmp_path: Path, size: int | str, body: str) -> None:
+    """OpenVINO's own is 0 or negative below -12, so a logarithm of it is NaN."""
+    model = parse_graph(SOFTPLUS.format(size=size, body=body), one=np.float32(1))
+    artifact, _ = build(model, tmp_path)
+    x = np.concatenate([np.linspace(-80, 120, 601), [-np.inf, np.inf]]).astype(np.float32)
+    wide = x.astype(np.float64)
+    with OpenVINO().load(artifact, CPU) as session:
+        found = session.run({"x": x})["y"]
+    wanted = np.maximum(wide, 0) + np.log1p(np.exp(-np.abs(wide)))
+    np.testing.assert_allclose(found, wanted, rtol=1e-6)
+
+
+@pytest.mark.parametrize("body", ["s = Softplus(x)", "e = Exp(x) a = Add(e, one) s = Log(a)"])
+def test_a_mish_stays_one_operation(tmp_path: Path, body: str) -> None:
+    model = parse_graph(SOFTPLUS.format(size="n", body=f"{body} t = Tanh(s) y = Mul(x, t)"), one=np.float32(1))
+    artifact, _ = build(model, tmp_path)
+    x = np.linspace(-20, 20, 41, dtype=np.float32)
+    with OpenVINO().load(artifact, CPU) as session:
+        found = session.run({"x": x})["y"]
+        kinds = [node.get_rt_info()["layerType"].astype(str) for node in session.compiled.get_runtime_model().get_ops()]
+    assert kinds.count("Eltwise") == 1
+    np.testing.assert_allclose(found, x * np.tanh(np.log1p(np.exp(x))), rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("product", "factor"),
+    [("y = Mul(s, t)", "softplus"), ("y = Mul(t, one)", "one"), ("z = Mul(x, t) y = Div(z, s)", "x")],
+)
+def test_softplus_whose_tangent_makes_no_mish_has_all_digits(tmp_path: Path, product: str, factor: str) -> None:
+    model = parse_graph(
+        SOFTPLUS.format(size="n", body=f"s = Softplus(x) t = Tanh(s) {product}"), one=np.ones(1, np.float32)
+    )
+    artifact, _ = build(model, tmp_path)
+    x = np.linspace(-15, 10, 26, dtype=np.float32)
+    s = np.log1p(np.exp(x.astype(np.float64)))
+    with OpenVINO().load(artifact, CPU) as session:
+        wanted = np.tanh(s) * {"softplus": s, "one": 1, "x": x / s}[factor]
+        np.testing.assert_allclose(session.run({"x": x})["y"], wanted, rtol=1e-5)
+
+
+def test_other_logarithms_of_sums_stay_as_they_are(tmp_path: Path) -> None:
+    text = "net (float[n] x) => (float[n] y) { e = Exp(x) s = Add(e, two) y = Log(s) }"
+    artifact, _ = build(parse_graph(text, two=np.float32(2)), tmp_path)
+    x = np.linspace(-60, 20, 50, dtype=np.float32)
+    with OpenVINO().load(artifact, CPU) as session:
+        np.testing.assert_allclose(session.run({"x": x})["y"], np.log(2 + np.exp(x)), rtol=1e-5)
