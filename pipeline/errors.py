@@ -60,6 +60,10 @@ class SignatureError(UsageError):
     """Names, dtypes or shapes that do not fit the model's inputs."""
 
 
+class CallError(SignatureError):
+    """Arguments that are missing, given twice, or none of the model's inputs."""
+
+
 class ShapeError(SignatureError):
     """Sizes that the model, or the engine that was built of it, does not take."""
 

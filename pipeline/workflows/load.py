@@ -25,7 +25,7 @@ import numpy as np
 
 from enginesmith.pipeline.engines import engine_class
 from enginesmith.pipeline.engines.base import Candidate, Session
-from enginesmith.pipeline.errors import FidelityError, ModelError, ShapeError, SignatureError, UsageError
+from enginesmith.pipeline.errors import CallError, FidelityError, ModelError, ShapeError, SignatureError, UsageError
 from enginesmith.pipeline.execution.settings import Settings
 from enginesmith.pipeline.frameworks import samples
 from enginesmith.pipeline.frameworks.fidelity import Fidelity, Thresholds, compare, describe_failure
@@ -194,14 +194,27 @@ class LoadedModel:
         named = {name: value for name, value in named.items() if value is not None or name in self._inputs}
         values = dict(zip(self._inputs, arguments, strict=False)) | named
         if len(arguments) + len(named) != len(self._inputs) or values.keys() != set(self._inputs):
-            given = f"{len(arguments)} in order and {', '.join(named) or 'none'} by name were given"
-            message = f"the model's inputs are {', '.join(self._inputs)}, and {given}"
-            mapping = len(arguments) == 1 and isinstance(arguments[0], Mapping)
-            remedy = (
-                "unpack the mapping: model(**inputs)" if mapping else "give each input once, in this order or by name"
-            )
-            raise SignatureError(message, remedy)
+            raise self._explain_call(arguments, named)
         return [values[name] for name in self._inputs]
+
+    def _explain_call(self, arguments: tuple[Any, ...], named: Mapping[str, Any]) -> CallError:
+        """Name what is missing, and what is none of the inputs."""
+        inputs = self._inputs
+        if len(arguments) == 1 and isinstance(arguments[0], Mapping):
+            message = f"the model's inputs are {', '.join(inputs)}; it was called with a mapping"
+            return CallError(message, "unpack the mapping: model(**inputs)")
+        first = inputs[: len(arguments)]
+        missing = [name for name in inputs if name not in {*first, *named}]
+        faults = [
+            f"without {', '.join(missing)}" if missing else "",
+            f"with {len(arguments)} in order" if len(arguments) > len(self._inputs) else "",
+            *(f"with {name} twice" for name in first if name in named),
+            *(f"with {_show(*each)}, which is none of them" for each in named.items() if each[0] not in inputs),
+        ]
+        remedy = "give each input once, in this order or by name; what else the original takes is not in the engine"
+        return CallError(
+            f"the model's inputs are {', '.join(inputs)}; it was called {', '.join(filter(None, faults))}", remedy
+        )
 
     def _check(self, feeds: Feeds) -> None:
         """Compare feeds with the signature, and sizes with the ranges: outside, engines built for ranges take none.
@@ -258,9 +271,11 @@ class LoadedModel:
 
     def as_module(self, eager: "nn.Module | None" = None) -> "nn.Module":
         """Make a torch module that calls this model; shapes that it does not take go to ``eager``, if given."""
-        from enginesmith.pipeline.frameworks.torch.module import Replacement
+        from enginesmith.pipeline.frameworks.torch.replacement import Replacement
 
-        return Replacement(self, eager, self.device, opaque=self._stored.candidate.engine.consumes == "torch")
+        returns = self._stored.returns
+        named = isinstance(returns, dict) and "namedtuple" not in returns
+        return Replacement(self, eager, self.device, self._inputs, names_outputs=named)
 
     def close(self) -> None:
         """Free the engine once calls that have begun are done; later calls raise UsageError."""
@@ -276,6 +291,10 @@ class LoadedModel:
     def __reduce__(self) -> tuple[Any, ...]:
         assert self._stored.origin is not None
         return self._stored.origin, ()
+
+
+def _show(name: str, value: Any) -> str:
+    return f"{name}={value}" if isinstance(value, (bool, int, float, str)) else name
 
 
 class Outputs(dict[str, Any]):

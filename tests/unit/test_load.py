@@ -1,6 +1,8 @@
 """Engines called from Python: what is opened and refused, the forms of calls, many threads, a place among modules."""
 
+import copy
 import gc
+import inspect
 import os
 import pickle
 from collections.abc import Callable
@@ -18,11 +20,12 @@ from onnx import TensorProto, helper, numpy_helper
 from enginesmith.pipeline.artifact import Artifact
 from enginesmith.pipeline.engines.base import Candidate
 from enginesmith.pipeline.engines.onnxruntime.engine import OnnxRuntime
-from enginesmith.pipeline.errors import FidelityError, ModelError, ShapeError, SignatureError, UsageError
+from enginesmith.pipeline.errors import CallError, FidelityError, ModelError, ShapeError, SignatureError, UsageError
 from enginesmith.pipeline.frameworks.fidelity import thresholds_for
 from enginesmith.pipeline.frameworks.onnx import model_file
 from enginesmith.pipeline.frameworks.rounding import FINE, Draw, make_records
-from enginesmith.pipeline.frameworks.torch.module import Replacement, describe_structure
+from enginesmith.pipeline.frameworks.torch.module import describe_structure
+from enginesmith.pipeline.frameworks.torch.replacement import Replacement
 from enginesmith.pipeline.system.device import Device
 from enginesmith.pipeline.tensors import ShapeRange, Signature, TensorSpec
 from enginesmith.pipeline.workflows.load import LoadedModel, Stored
@@ -110,15 +113,15 @@ _BFLOAT16 = r"BFloat16\n.*give dense tensors of the model's dtypes: x in float32
 @pytest.mark.parametrize(
     ("values", "error", "words"),
     [
-        ((X,), SignatureError, "x, scale, and 1 in order"),
-        ((X, SCALE, X), SignatureError, "3 in order and none by name"),
+        ((X,), SignatureError, "x, scale; it was called without scale"),
+        ((X, SCALE, X), SignatureError, "x, scale; it was called with 3 in order"),
         ((X, SCALE.astype(np.float64)), SignatureError, r"float64\[3, 1\]"),
         ((X[:, :3], SCALE), ShapeError, r"float32\[3, 3\]"),
         ((X, SCALE[:2]), ShapeError, "batch = 3"),
         ((X[:0], SCALE[:0]), ShapeError, "batch is 0 in x"),
         ((np.tile(X, (3, 1)), np.tile(SCALE, (3, 1))), ShapeError, "batch is 9, .* is built for 1 to 8"),
         ((X, [[2.0]]), SignatureError, "ndarray, list"),
-        (({"x": X, "scale": SCALE},), SignatureError, r"1 in order .*\n.*unpack the mapping: model\(\*\*inputs\)"),
+        (({"x": X, "scale": SCALE},), SignatureError, r"with a mapping\n.*unpack the mapping: model\(\*\*inputs\)"),
         ((torch.from_numpy(X), SCALE), SignatureError, "Tensor, ndarray"),
         ((torch.from_numpy(X).bfloat16(), torch.from_numpy(SCALE)), SignatureError, _BFLOAT16),
         ((torch.nn.Parameter(torch.from_numpy(X)), torch.from_numpy(SCALE)), UsageError, "gradients"),
@@ -256,6 +259,92 @@ def test_a_module_stays_as_it_is_built_and_looks_up_the_rest_in_the_original(ope
         _ = opened("y").as_module().config
 
 
+class Encoder(torch.nn.Module):
+    """Take its inputs in another order than the engine's, and switches as modules of transformers do."""
+
+    def forward(
+        self, scale: torch.Tensor, x: torch.Tensor | None = None, double: bool = False, **kwargs: Any
+    ) -> torch.Tensor:
+        assert x is not None
+        return x * scale * (2 if double else 1)
+
+    def generate(self, x: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+        """Call this module, as such methods do."""
+        return torch.as_tensor(self(scale, x) + 1)
+
+    def name(self) -> str:
+        return "encoder"
+
+
+@pytest.mark.parametrize(
+    ("original", "shown"), [(Encoder(), ["scale", "x", "double", "kwargs"]), (None, ["x", "scale", "kwargs"])]
+)
+def test_a_module_and_its_copy_show_the_parameters_of_the_original(
+    original: torch.nn.Module | None, shown: list[str]
+) -> None:
+    module = Replacement(lambda x, scale: x * scale, original, inputs=("x", "scale"))
+    copied = copy.deepcopy(module)
+    assert [list(inspect.signature(each.forward).parameters) for each in (module, copied)] == [shown, shown]
+    del module
+    assert copied(torch.tensor(2.0), torch.tensor(3.0)) == 6
+
+
+def test_a_module_is_called_as_the_original_is(opened: Load) -> None:
+    net, x, scale = opened("y").as_module(Encoder()), torch.ones(2, 4), torch.full((2, 1), 3.0)
+    for answer in (
+        net(scale, x),
+        net(scale, x, False),
+        net(x=x, scale=scale, double=False, output_attentions=False, use_cache=None),
+    ):
+        assert torch.equal(answer, x * 3)
+    assert net.fallbacks == 0
+
+
+@pytest.mark.parametrize(
+    ("named", "words"),
+    [
+        ({"double": True}, "with double=True, which is none of them"),
+        ({"return_dict": True}, "with return_dict=True, which"),
+        ({"output_attentions": True}, "with output_attentions=True, which"),
+        ({"mask": None, "normalize": False}, "with normalize=False, which"),
+    ],
+)
+def test_what_is_not_in_the_engine_is_asked_of_the_original(opened: Load, named: dict[str, Any], words: str) -> None:
+    model, x, scale = opened("y"), torch.ones(2, 4), torch.full((2, 1), 3.0)
+    net = model.as_module(Encoder())
+    with pytest.warns(UserWarning, match=words):
+        assert torch.equal(net(scale, x, **named), x * (6 if "double" in named else 3))
+    assert net.fallbacks == 1
+    with pytest.raises(CallError, match=words):
+        model.as_module()(x, scale, **named)
+
+
+def test_an_input_that_is_missing_is_not_made_up(opened: Load) -> None:
+    with pytest.raises(CallError, match="it was called without scale"):
+        opened("y").as_module()(x=torch.ones(2, 4))
+    with pytest.warns(UserWarning, match="it was called without x"), pytest.raises(AssertionError):
+        opened("y").as_module(Encoder())(torch.ones(2, 1))
+
+
+def test_outputs_by_name_are_what_transformers_asks_for(opened: Load) -> None:
+    named = opened("y", returns={"last_hidden_state": "y"}).as_module()
+    x, scale = torch.ones(2, 4), torch.full((2, 1), 3.0)
+    assert torch.equal(named(x=x, scale=scale, return_dict=True).last_hidden_state, x * 3)
+    with pytest.raises(CallError, match="return_dict=False"):
+        named(x=x, scale=scale, return_dict=False)
+
+
+def test_methods_of_the_original_that_run_it_are_counted(opened: Load) -> None:
+    net, x, scale = opened("y").as_module(Encoder()), torch.ones(2, 4), torch.full((2, 1), 3.0)
+    assert net.name() == "encoder"
+    assert net.fallbacks == 0
+    with pytest.warns(
+        UserWarning, match=r"generate\(\) is a method of the original module and runs that, not the engine"
+    ):
+        assert torch.equal(net.generate(x, scale), x * 3 + 1)
+    assert net.fallbacks == 1
+
+
 STRUCTURE: Any = {"logits": "y", "hidden": ["y", ["z"]], "cache": None}
 
 
@@ -361,12 +450,12 @@ def test_a_wrong_answer_to_the_test_vector_is_told(opened: Load, tmp_path: Path)
         opened("y").check()
 
 
-def test_a_module_of_an_engine_that_runs_one_is_pickled_and_not_compiled_again() -> None:
-    module = Replacement(len, opaque=True)
+def test_a_module_of_an_engine_is_pickled_and_not_compiled_again() -> None:
+    module = Replacement(len)
     again = pickle.loads(pickle.dumps(module))
     seen: list[Any] = []
     backend = lambda graph, inputs: (seen.append(graph), graph.forward)[1]  # noqa: E731
-    compiled = torch.compile(torch.nn.Sequential(Replacement(torch.sin, opaque=True), torch.nn.Tanh()), backend=backend)
+    compiled = torch.compile(torch.nn.Sequential(Replacement(torch.sin), torch.nn.Tanh()), backend=backend)
     x = torch.ones(3)
     assert torch.equal(compiled(x), x.sin().tanh())
     assert again("four") == 4

@@ -4,8 +4,6 @@ import contextlib
 import dataclasses
 import inspect
 import re
-import threading
-import warnings
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,7 +14,7 @@ from pydantic import BaseModel, Field
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from enginesmith.pipeline.errors import ShapeError, SignatureError, SourceError, UsageError
+from enginesmith.pipeline.errors import SignatureError, SourceError
 from enginesmith.pipeline.frameworks import processing
 from enginesmith.pipeline.frameworks.processing import ProcessingRequest
 from enginesmith.pipeline.frameworks.source import Source
@@ -105,90 +103,6 @@ class NamedForward(nn.Module):
         if self._keywords is None:
             return self.model(*tensors)
         return self.model(**dict(zip(self._keywords, tensors, strict=True)))
-
-
-class Replacement(nn.Module):
-    """Call a loaded engine as a module; what it does not take for its shape goes to the original, if that is there."""
-
-    def __init__(
-        self, model: Callable[..., Any], eager: nn.Module | None = None, device: object = "cpu", *, opaque: bool = False
-    ) -> None:
-        """``eager`` is the original, which is put into evaluation mode; ``device`` is the engine's.
-
-        An ``opaque`` engine runs a module itself, through which ``torch.compile`` around this one would go.
-        """
-        super().__init__()
-        self._opaque, self._call = opaque, _choose_call(opaque=opaque)
-        place = str(device) if torch.cuda.is_available() else "cpu"
-        self.model, self.original, self._place = model, eager, torch.empty(0, device=place)
-        self.fallbacks = 0
-        """Calls that the original answered."""
-        self.eval()
-
-    def __getstate__(self) -> dict[str, Any]:
-        """Leave out what cannot be pickled."""
-        return {name: value for name, value in self.__dict__.items() if name != "_call"}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        super().__setstate__(state | {"_call": _choose_call(opaque=state["_opaque"])})  # type: ignore[no-untyped-call]
-
-    def train(self, mode: bool = True) -> Self:
-        """Stay in evaluation mode, as an engine does: what it is part of may be trained around it."""
-        return super().train(False)
-
-    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
-        """Refuse to be moved or cast: ``fn`` is what ``to``, ``half`` and the like do with each tensor."""
-        try:
-            moved = fn(self._place)
-        except (AssertionError, RuntimeError) as error:  # by torch: it cannot use that device here
-            raise self._refuse_move() from error
-        if (moved.device, moved.dtype) != (self._place.device, self._place.dtype):
-            raise self._refuse_move()
-        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
-        return self
-
-    def _refuse_move(self) -> UsageError:
-        message = f"an engine stays on {self._place.device} with the types that it was built with"
-        return UsageError(message, "move or cast the other modules, and load the engine with device=… for another one")
-
-    def __getattr__(self, name: str) -> Any:
-        """Look up what an engine does not have in the original: its ``config``, say."""
-        try:
-            return super().__getattr__(name)
-        except AttributeError:
-            original = self.__dict__["_modules"].get("original")
-            if original is None:
-                raise
-            return getattr(original, name)
-
-    def forward(self, *arguments: Any, **named: Any) -> Any:
-        """Run the engine; count the calls that it leaves to the original, and warn of the first."""
-        try:
-            return self._call(self.model, arguments, named)
-        except ShapeError as error:
-            if self.original is None:
-                raise
-            with _counting:
-                self.fallbacks += 1
-                first = self.fallbacks == 1
-            if first:
-                message = f"the engine does not take these shapes, so the original module answers: {error.message}"
-                warnings.warn(f"{message}; further such calls are counted (fallbacks) and not told", stacklevel=2)
-        with torch.no_grad():
-            return self.original(*arguments, **named)
-
-
-def _call(model: Callable[..., Any], arguments: tuple[Any, ...], named: Mapping[str, Any]) -> Any:
-    return model(*arguments, **named)
-
-
-def _choose_call(*, opaque: bool) -> Callable[..., Any]:
-    """Choose how an engine is called: if it is opaque, by a function that ``torch.compile`` does not look into."""
-    return torch.compiler.disable(_call) if opaque else _call  # type: ignore[no-untyped-call]
-
-
-_counting = threading.Lock()
-"""Not of a module's own, which is copied and pickled."""
 
 
 @dataclass

@@ -1,0 +1,195 @@
+"""A loaded engine in the place of a module."""
+
+import functools
+import inspect
+import threading
+import warnings
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from inspect import Parameter, Signature
+from typing import Any, Self, cast
+
+import torch
+from torch import Tensor, nn
+
+from enginesmith.pipeline.errors import CallError, ShapeError, UsageError
+
+_NAMES_OUTPUTS = "return_dict"
+"""Switch of transformers that asks for outputs by name."""
+_MORE_OUTPUTS = ("output_", "use_cache")
+"""Beginnings of the names of switches of transformers that ask for outputs besides."""
+_REST = Parameter("kwargs", Parameter.VAR_KEYWORD)
+"""Keywords of any name, as transformers looks for them."""
+
+
+class Replacement(nn.Module):
+    """Call a loaded engine as a module; calls that it does not take go to the original, if that is there.
+
+    These are calls with shapes that the engine does not take, without one of its inputs, or with a keyword that is no
+    input of it and asks for something else than the engine computes.
+    """
+
+    def __init__(
+        self,
+        model: Callable[..., Any],
+        eager: nn.Module | None = None,
+        device: object = "cpu",
+        inputs: Sequence[str] = (),
+        *,
+        names_outputs: bool = False,
+    ) -> None:
+        """Put ``model`` in the place of ``eager``, the original, which is put into evaluation mode.
+
+        ``device`` is the engine's, and ``inputs`` are the names of its inputs. ``names_outputs``: it answers by name.
+        """
+        super().__init__()
+        place = str(device) if torch.cuda.is_available() else "cpu"
+        self.model, self.original, self._place = model, eager, torch.empty(0, device=place)
+        self._inputs, self._names_outputs = tuple(inputs), names_outputs
+        self.fallbacks = 0
+        """Calls that the original answered."""
+        self._prepare()
+        self.eval()
+
+    def _prepare(self) -> None:
+        """Make what is not pickled.
+
+        ``forward`` shows the parameters of the original, as callers give what they see there, and ``torch.compile``
+        around this module does not look into it: there may be a module in the engine.
+        """
+        self._caller = _Caller(self._inputs, self._names_outputs, self.original)
+        answer = functools.partial(type(self)._answer, cast(Self, weakref.proxy(self)))
+        self.forward = torch.compiler.disable(answer)  # type: ignore[no-untyped-call]
+        self.forward.__signature__ = self._caller.signature  # type: ignore[attr-defined]
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Leave out what cannot be pickled."""
+        return {name: value for name, value in self.__dict__.items() if name not in ("_caller", "forward")}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)  # type: ignore[no-untyped-call]
+        self._prepare()
+
+    def train(self, mode: bool = True) -> Self:
+        """Stay in evaluation mode, as an engine does: what it is part of may be trained around it."""
+        return super().train(False)
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
+        """Refuse to be moved or cast: ``fn`` is what ``to``, ``half`` and the like do with each tensor."""
+        try:
+            moved = fn(self._place)
+        except (AssertionError, RuntimeError) as error:  # by torch: it cannot use that device here
+            raise self._refuse_move() from error
+        if (moved.device, moved.dtype) != (self._place.device, self._place.dtype):
+            raise self._refuse_move()
+        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+        return self
+
+    def _refuse_move(self) -> UsageError:
+        message = f"an engine stays on {self._place.device} with the types that it was built with"
+        return UsageError(message, "move or cast the other modules, and load the engine with device=… for another one")
+
+    def __getattr__(self, name: str) -> Any:
+        """Look up what an engine does not have in the original: its ``config``, say.
+
+        The original's methods call the original; where they run it, that is counted as a fallback.
+        """
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            original = self._modules.get("original")
+            if original is None:
+                raise
+            found = getattr(original, name)
+            mine = getattr(found, "__self__", None) is original
+            return self._count_within(original, found) if mine else found
+
+    def _count_within(self, original: nn.Module, method: Callable[..., Any]) -> Callable[..., Any]:
+        """Wrap a method of the original, so that calls of the original in it are counted."""
+
+        @functools.wraps(method)
+        def call(*arguments: Any, **named: Any) -> Any:
+            reason = f"{method.__name__}() is a method of the original module and runs that, not the engine"
+            with original.register_forward_pre_hook(lambda *_: self._count(reason)):
+                return method(*arguments, **named)
+
+        return call
+
+    def _answer(self, *arguments: Any, **named: Any) -> Any:
+        """Run the engine; count the calls that it leaves to the original, and warn of the first.
+
+        Raises:
+            CallError: there is no original, and an input is missing, or a keyword asks for what is not in the engine.
+            ShapeError: there is no original, and the engine does not take these shapes.
+            SignatureError: the types of the inputs do not fit.
+        """
+        try:
+            given, by_name = self._caller.fit(arguments, named)
+            return self.model(*given, **by_name)
+        except (CallError, ShapeError) as error:
+            if self.original is None:
+                raise
+            self._count(f"the engine does not take this call, so the original module answers: {error.message}")
+        with torch.no_grad():
+            return self.original(*arguments, **named)
+
+    def _count(self, reason: str) -> None:
+        """Count a call that the original answers, and warn of the first."""
+        with _counting:
+            self.fallbacks += 1
+            first = self.fallbacks == 1
+        if first:
+            warnings.warn(f"{reason}; further such calls are counted (fallbacks) and not told", stacklevel=3)
+
+
+class _Caller:
+    """Make the arguments that a module is called with those of the engine in its place."""
+
+    def __init__(self, inputs: tuple[str, ...], names_outputs: bool, eager: nn.Module | None) -> None:
+        """``inputs`` are the engine's; with none, calls stay as they are."""
+        self._inputs, self._names_outputs = inputs, names_outputs
+        self.signature = _read_signature(eager, inputs)
+        self._parameters = self.signature.parameters
+        ordered = [name for name, each in self._parameters.items() if each.kind is Parameter.POSITIONAL_OR_KEYWORD]
+        self._same_names = eager is not None and {*inputs} <= {*ordered}
+        self._same_order = tuple(ordered[: len(inputs)]) == inputs
+
+    def fit(self, arguments: tuple[Any, ...], named: Mapping[str, Any]) -> tuple[tuple[Any, ...], Mapping[str, Any]]:
+        """Leave out keywords that change nothing, and name arguments whose order is not that of the engine's inputs."""
+        if arguments and self._same_names and (not self._same_order or len(arguments) > len(self._inputs)):
+            bound = self.signature.bind_partial(*arguments, **named)
+            rest = {name for name in bound.arguments if self._parameters[name].kind is Parameter.VAR_KEYWORD}
+            named = {name: value for name, value in bound.arguments.items() if name not in rest}
+            arguments = ()
+            for name in rest:
+                named |= bound.arguments[name]
+        if named.keys() <= {*self._inputs}:
+            return arguments, named
+        kept = (name for name, value in named.items() if name in self._inputs or not self._is_usual(name, value))
+        return arguments, {name: named[name] for name in kept}
+
+    def _is_usual(self, name: str, value: Any) -> bool:
+        """Tell whether a keyword that is no input asks for nothing but what the engine computes."""
+        if value is None:
+            return True
+        if name == _NAMES_OUTPUTS:
+            return value is self._names_outputs
+        default = self._parameters[name].default if name in self._parameters else None
+        if isinstance(value, (bool, int, float, str)) and type(default) is type(value):
+            return bool(default == value)
+        return value is False and name.startswith(_MORE_OUTPUTS)
+
+
+def _read_signature(eager: nn.Module | None, inputs: Sequence[str]) -> Signature:
+    """Read the parameters of the original; without one, make them of the engine's inputs."""
+    try:
+        if eager is not None:
+            return inspect.signature(eager.forward)
+        made = [Parameter(name, Parameter.POSITIONAL_OR_KEYWORD) for name in inputs]
+    except ValueError:  # it is not written in Python; or names that no parameter can have
+        made = [Parameter("arguments", Parameter.VAR_POSITIONAL)]
+    return Signature([*made, _REST])
+
+
+_counting = threading.Lock()
+"""Not of a module's own, which is copied and pickled."""
