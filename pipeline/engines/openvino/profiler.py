@@ -74,7 +74,6 @@ class Audit(BaseModel, frozen=True):
             "divides whole numbers as float32: quotients and remainders of those beyond ±16777216": (
                 self.whole_numbers.quotients
             ),
-            "clips 8-bit numbers: sums and products out of their range": self.whole_numbers.clipped,
         }
         shown = {words: ", ".join(names[:_SHOWN]) for words, names in limits.items() if names}
         return tuple(f"OpenVINO {words} would be wrong ({names})" for words, names in shown.items())

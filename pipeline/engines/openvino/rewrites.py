@@ -10,6 +10,7 @@ if TYPE_CHECKING:
 
 WITH_BODIES = ("If", "Loop", "TensorIterator")
 _REDUCTIONS = frozenset(f"Reduce{word}" for word in ("L1", "L2", "Max", "Mean", "Min", "Prod", "Sum"))
+_ARITHMETIC = ("Add", "Subtract", "Multiply", "Divide", "Power", "Negative", "Abs")
 _SLICE_INPUTS = ("data", "start", "stop", "step", "axes")
 _LOG1P_TERMS = (9, 7, 5, 3, 1)
 """Odd powers of atanh's series below the 11th: up to 1/3, all above add 1.5e-7 times the sum, as little as rounding."""
@@ -20,6 +21,7 @@ def correct(graph: "openvino.Model") -> None:
     _replace_lost_slices(graph)
     _keep_reduced_axes(graph)
     _replace_softplus(graph)
+    _widen_bytes(graph)
 
 
 def _replace_softplus(graph: "openvino.Model") -> None:
@@ -91,6 +93,35 @@ def _compute_softplus(x: Any, name: str) -> Any:
     for power in _LOG1P_TERMS:
         series = apply("add", apply("multiply", series, square), number(2 / power))
     return opset13.add(apply("maximum", x, number(0)), apply("multiply", z, series), name=name).output(0)
+
+
+def _widen_bytes(graph: "openvino.Model") -> None:
+    """Compute numbers of 8 bits in 32, and take the lowest 8 of the results, as ONNX has it.
+
+    OpenVINO 2026.4.1 rounds their quotients to the nearest number where there are 16 or more, also those of a shift
+    to the right, which it makes a division; and it clips sums, differences and products that are out of their range.
+    """
+    from openvino import Type, opset13
+
+    for node in graph.get_ordered_ops():
+        for body in _list_bodies(node):
+            _widen_bytes(body)
+        value = node.output(0) if node.get_type_name() in _ARITHMETIC else None
+        if value is None or value.get_element_type() not in (Type.u8, Type.i8):
+            continue
+        kind, readers, names = value.get_element_type(), value.get_target_inputs(), value.get_names()
+        for at in range(node.get_input_size()):
+            node.input(at).replace_source_output(opset13.convert(node.input_value(at), "i32").output(0))
+        node.validate_and_infer_types()
+        value.set_names(set())
+        lowest = opset13.bitwise_and(value, np.int32(0xFF))
+        if kind == Type.i8:  # 128 to 255 stand for −128 to −1
+            lowest = opset13.subtract(opset13.bitwise_xor(lowest, np.int32(0x80)), np.int32(0x80))
+        short = opset13.convert(lowest, kind.get_type_name(), name=f"{node.get_friendly_name()}/8 bits").output(0)
+        short.set_names(names)
+        for reader in readers:
+            reader.replace_source_output(short)
+    graph.validate_nodes_and_infer_types()
 
 
 def _keep_reduced_axes(graph: "openvino.Model") -> None:

@@ -1,8 +1,7 @@
 """Find whole numbers that OpenVINO may get wrong: it has 32 bits for them, and divides them as float32.
 
 Inputs are checked when they are fed. In the graph it is products that make large numbers of small ones: of a hash, or
-of seconds to nanoseconds. Quotients and remainders are exact up to 2^24. Numbers of 8 bits are clipped, where they wrap
-around in ONNX (OpenVINO 2026.4.1).
+of seconds to nanoseconds. Quotients and remainders are exact up to 2^24 (OpenVINO 2026.4.1).
 """
 
 import functools
@@ -16,7 +15,6 @@ if TYPE_CHECKING:
 
 _GROWING = ("Mul", "Pow", "BitShift", "ReduceProd")
 _DIVIDING = ("Div", "Mod")
-_CLIPPED = ("Add", "Sub", "Mul", "BitShift", "Sum")
 _INDICES = {
     **dict.fromkeys(("Gather", "GatherElements", "GatherND", "ScatterElements", "ScatterND"), (1,)),
     **dict.fromkeys(("Reshape", "Expand", "Tile"), (1,)),
@@ -40,8 +38,6 @@ class WholeNumbers(NamedTuple):
     """Those of int64, and not indices alone."""
     quotients: tuple[str, ...] = ()
     """And remainders."""
-    clipped: tuple[str, ...] = ()
-    """Those of 8 bits, where numbers out of range are their remainder in ONNX, and the nearest number in OpenVINO."""
 
 
 def find_whole_numbers(model: "onnx.ModelProto") -> WholeNumbers:
@@ -50,7 +46,6 @@ def find_whole_numbers(model: "onnx.ModelProto") -> WholeNumbers:
 
     kinds, graph = onnx.TensorProto, onnx.shape_inference.infer_shapes(model).graph
     types = {value.name: value.type.tensor_type.elem_type for value in (*graph.input, *graph.value_info, *graph.output)}
-    short = {name for name, kind in types.items() if kind in (kinds.INT8, kinds.UINT8)}
     long = {name for name, kind in types.items() if kind in (kinds.INT64, kinds.UINT64)}
     whole = long | {name for name, kind in types.items() if kind in (kinds.INT32, kinds.UINT32)}
     given = whole.intersection(value.name for value in graph.input) - {tensor.name for tensor in graph.initializer}
@@ -75,8 +70,5 @@ def find_whole_numbers(model: "onnx.ModelProto") -> WholeNumbers:
     def carries(node: "onnx.NodeProto") -> bool:
         return node.op_type in _CARRYING and all(map(is_index, node.output))
 
-    clipped = [node for node in graph.node if node.op_type in _CLIPPED and short.intersection(node.output)]
     products = [node for node in products if not all(map(is_index, node.output))]
-    return WholeNumbers(
-        *(tuple(node.name or node.output[0] for node in nodes) for nodes in (products, quotients, clipped))
-    )
+    return WholeNumbers(*(tuple(node.name or node.output[0] for node in nodes) for nodes in (products, quotients)))
