@@ -15,6 +15,7 @@ from enginesmith.pipeline.artifact import Artifact
 from enginesmith.pipeline.engines.base import Engine, Session
 from enginesmith.pipeline.errors import EnginesmithError, ModelError
 from enginesmith.pipeline.frameworks import samples
+from enginesmith.pipeline.frameworks.fidelity import compare, thresholds_for
 from enginesmith.pipeline.system.device import Device
 from enginesmith.pipeline.tensors import (
     Array,
@@ -36,6 +37,8 @@ networks for pictures; some, for lines of text, take no large heights."""
 _LENGTH_SIZES = (_EXAMPLE_SIZE, 64, 512, 4096)
 """Along the only dimension whose size is assumed, where it is none of a picture: the first that the model takes, as
 does its half; frames of sound are some hundred numbers long."""
+_LARGE = 1000
+"""Largest magnitude of made-up whole numbers of more than 8 bits: no product of two leaves 32 bits."""
 _SETTINGS = ("sr", "sample_rate", "sampling_rate")
 """Names of single numbers of which a model takes few."""
 _CHANNELS = (1, 3)
@@ -122,6 +125,49 @@ def vary_lengths(
             return changed
         longest //= 2
     return dict(example)
+
+
+def widen_numbers(
+    session: Session,
+    cases: Sequence[samples.Case],
+    example: Mapping[str, Array],
+    quantities: Sequence[str],
+    seed: int,
+) -> tuple[dict[str, Array], list[str]]:
+    """Replace whole numbers that are all 0 and 1 by larger ones, if the model takes these in all cases.
+
+    Those of 8 bits are any that there are. Returns also a note on them.
+    """
+    narrow = [name for name in quantities if np.isin(example[name], (0, 1)).all()]
+    if not narrow:
+        return dict(example), []
+    rng, wide, spans = np.random.default_rng(seed), dict(example), list[str]()
+    for name in narrow:
+        value = example[name]
+        limits = np.iinfo(value.dtype)
+        low, high = (limits.min, limits.max) if limits.bits == 8 else (max(limits.min, -_LARGE), _LARGE)
+        wide[name] = np.asarray(rng.integers(low, high, value.shape, value.dtype, endpoint=True))
+        spans.append(f"{name!r} has whole numbers from {low} to {high} in them")
+    made = "the samples are made up, and "
+    if refusal := _find_refusal(session, cases, wide, seed):
+        names = ", ".join(map(repr, narrow))
+        return dict(example), [
+            f"{made}{names} has only 0 and 1 in them, as the model {refusal}: other numbers are verified if samples "
+            "with real ones are given with --eval DATA"
+        ]
+    return wide, [f"{made}{', '.join(spans)}; --eval DATA gives real ones"]
+
+
+def _find_refusal(session: Session, cases: Sequence[samples.Case], example: Feeds, seed: int) -> str:
+    """Say what a model does with made-up feeds that it does not take: fail, or answer NaN or infinity; else empty."""
+    for case in cases:
+        try:
+            answers = session.run(samples.feeds_for(case, session.signature, example, None, seed))
+        except ModelError as error:
+            return f"refuses larger ones ({error.message})"
+        if any(value.dtype.kind == "f" and not np.isfinite(value).all() for value in answers.values()):
+            return "answers NaN or infinity to larger ones"
+    return ""
 
 
 def _find_smallest_size(spec: TensorSpec, signature: Signature, ranges: Mapping[str, ShapeRange]) -> int:
@@ -285,6 +331,57 @@ def find_choosing(session: Session, cases: Sequence[samples.Case], folder: Path)
             return None
         choosing |= found
     return tuple(sorted(choosing))
+
+
+def describe_interaction(
+    session: Session, cases: Sequence[samples.Case], make: samples.FeedMaker, folder: Path
+) -> tuple[list[str], list[str]]:
+    """Describe how the answer to a sample depends on its batch: the last one of the largest batch is run alone.
+
+    Where single samples alone are measured, two are run together: other steps compute many at a time. Where an
+    output has a number for each pair of samples, it depends. Nothing is said of outputs without a batch, or whose
+    rows are chosen by values, or whose sizes are, nor of a model that takes no such batch. Returns besides a note on
+    outputs that lack the dimension of the batch for one sample.
+    """
+    signature = session.signature
+    symbol = samples.batch_symbol(signature)
+    pairs = [spec.name for spec in signature.outputs if spec.shape.count(symbol) > 1] if symbol else []
+    if pairs:
+        return [
+            f"the model's output {pairs[0]!r} has the batch in two dimensions, a number for each pair of samples: "
+            f"it is judged in batches of {cases[0].batch}, and a server must not put requests together"
+        ], []
+    index, case = max(enumerate(cases), key=lambda pair: pair[1].batch)
+    judged = [spec for spec in signature.outputs if symbol in spec.shape and spec.name not in signature.unordered]
+    if symbol is None or not judged:
+        return [], []
+    try:
+        if case.batch > 1:
+            feeds, together = (samples.read_arrays(folder, kind, index) for kind in ("feeds", "outputs"))
+        else:
+            case = case.model_copy(update={"sizes": {**case.sizes, symbol: 2}, "batch": 2})
+            feeds = make(case)
+            together = session.run(feeds)
+        alone = session.run(samples.take_last(feeds, signature.inputs, symbol))
+    except ModelError:
+        return [], []
+    expected = samples.take_last({spec.name: together[spec.name] for spec in judged}, judged, symbol)
+    dropping = [
+        f"the model drops a batch of 1 from its output {name!r}, as squeeze() does: it answers {list(value.shape)} to "
+        f"one sample, and {list(together[name].shape)} to {case.batch}"
+        for name, value in alone.items()
+        if name in expected and value.ndim < together[name].ndim
+    ]
+    # sizes that depend on values, such as the number of boxes, are others for one sample
+    alike = {name: value for name, value in expected.items() if alone[name].shape == value.shape}
+    answers = {name: alone[name] for name in alike}
+    compared = compare(answers, alike, thresholds_for("fp16"), ranges=samples.find_spans([together]))
+    different = [output.name for output in compared.outputs if not output.passed]
+    return [
+        f"the answer to a sample depends on the rest of its batch: eager's {name!r} for the last of {case.batch} "
+        "samples is another one where it is alone; a server must not put requests together"
+        for name in different[:1]
+    ], dropping
 
 
 def put_telling_first(session: Session, data: Dataset, batch: int) -> Dataset:

@@ -17,14 +17,7 @@ from enginesmith.pipeline.artifact import Effect, Kind
 from enginesmith.pipeline.engines.base import Engine, Session
 from enginesmith.pipeline.errors import DataError, FidelityError, ModelError, SignatureError, SourceError
 from enginesmith.pipeline.frameworks import samples
-from enginesmith.pipeline.frameworks.fidelity import (
-    Fidelity,
-    compare,
-    compare_calls,
-    describe_failure,
-    find_thresholds,
-    thresholds_for,
-)
+from enginesmith.pipeline.frameworks.fidelity import Fidelity, compare_calls, describe_failure, find_thresholds
 from enginesmith.pipeline.frameworks.onnx import model_file
 from enginesmith.pipeline.frameworks.rounding import UnstableNumbers
 from enginesmith.pipeline.measure import quality
@@ -38,12 +31,14 @@ from enginesmith.pipeline.tasks.examples import (
     advise,
     describe_assumed,
     describe_constants,
+    describe_interaction,
     find_choosing,
     find_example,
     list_assumed,
     put_telling_first,
     try_drawings,
     vary_lengths,
+    widen_numbers,
 )
 from enginesmith.pipeline.tasks.quality import EngineCheck, describe_numbering, try_metric
 from enginesmith.pipeline.tensors import DTYPES, Array, Feeds, ShapeRange, Signature, format_sizes
@@ -140,6 +135,9 @@ class Sample(Task):
                 data = put_telling_first(session, data, max(batches))
             if not data:
                 given = vary_lengths(session, cases, given, ranges, self.seed)
+                quantities = model_file.list_quantities(model.path, signature) if is_file else ()
+                given, wide = widen_numbers(session, cases, given, quantities, self.seed)
+                tried += wide
             make = partial(samples.feeds_for, signature=session.signature, example=given, data=data, seed=self.seed)
             baseline = Baseline(session, given, advice)
 
@@ -150,7 +148,7 @@ class Sample(Task):
             drawing, (unstable, odd, lost, spans), redrawn = try_drawings(answer, DRAWINGS if alone else DRAWINGS[:1])
             tried += [] if data else describe_constants(signature, cases, out)
             choosing = find_choosing(session, cases, out)
-            interacting = self._describe_interaction(session, cases, partial(make, drawing=drawing), out)
+            interacting, dropping = describe_interaction(session, cases, partial(make, drawing=drawing), out)
         name = data.name if data else samples.SYNTHETIC
         parts, notes = dict[str, int](), data.notes if data else ()
         if self.data and data and isinstance(self.data_options, PartOptions):
@@ -188,6 +186,7 @@ class Sample(Task):
             *strange,
             *unstable.describe(in_sets),
             *interacting,
+            *dropping,
             *_describe_emptiness(cases, out),
         )
         summary = "; ".join([f"{count_words(len(cases), 'set')} of feeds from {name} data", *notes])
@@ -242,53 +241,6 @@ class Sample(Task):
         return _Answers(
             unstable, {key: count / sizes[key] for key, count in odd.items()}, lost, samples.join_ends(ends)
         )
-
-    def _describe_interaction(
-        self, session: Session, cases: Sequence[samples.Case], make: samples.FeedMaker, folder: Path
-    ) -> list[str]:
-        """Describe how the answer to a sample depends on its batch: the last one of the largest batch is run alone.
-
-        Where single samples alone are measured, two are run together: other steps compute many at a time. Where an
-        output has a number for each pair of samples, it depends. Nothing is said of outputs without a batch, or whose
-        rows are chosen by values, or whose sizes are, nor of a model that takes no such batch.
-        """
-        signature = session.signature
-        symbol = samples.batch_symbol(signature)
-        pairs = [spec.name for spec in signature.outputs if spec.shape.count(symbol) > 1] if symbol else []
-        if pairs:
-            return [
-                f"the model's output {pairs[0]!r} has the batch in two dimensions, a number for each pair of samples: "
-                f"it is judged in batches of {cases[0].batch}, and a server must not put requests together"
-            ]
-        index, case = max(enumerate(cases), key=lambda pair: pair[1].batch)
-        judged = [spec for spec in signature.outputs if symbol in spec.shape and spec.name not in signature.unordered]
-        if symbol is None or not judged:
-            return []
-        try:
-            if case.batch > 1:
-                feeds, together = (samples.read_arrays(folder, kind, index) for kind in ("feeds", "outputs"))
-            else:
-                case = case.model_copy(update={"sizes": {**case.sizes, symbol: 2}, "batch": 2})
-                feeds = make(case)
-                together = session.run(feeds)
-            alone = session.run(samples.take_last(feeds, signature.inputs, symbol))
-        except ModelError:
-            return []
-        expected = samples.take_last({spec.name: together[spec.name] for spec in judged}, judged, symbol)
-        # sizes that depend on values, such as the number of boxes, are others for one sample
-        expected = {
-            name: value
-            for name, value in expected.items()
-            if alone[name].ndim != value.ndim or alone[name].shape == value.shape
-        }
-        answers = {name: alone[name] for name in expected}
-        compared = compare(answers, expected, thresholds_for("fp16"), ranges=samples.find_spans([together]))
-        different = [output.name for output in compared.outputs if not output.passed]
-        return [
-            f"the answer to a sample depends on the rest of its batch: eager's {name!r} for the last of {case.batch} "
-            "samples is another one where it is alone; a server must not put requests together"
-            for name in different[:1]
-        ]
 
 
 def _write_answer(out: Path, index: int, call: int, outputs: Feeds, unstable: Feeds) -> None:

@@ -1,4 +1,4 @@
-"""Test whole numbers that are made up: indices of tables, and lengths."""
+"""Test whole numbers that are made up: indices of tables, lengths, and quantities."""
 
 import re
 from pathlib import Path
@@ -141,3 +141,94 @@ def test_made_up_numbers_that_are_the_same_in_all_samples_are_noted(tmp_path: Pa
     lengths = samples.read_arrays(reference, "feeds", 1)["lengths"]
     assert len({*lengths.tolist()}) > 2
     assert lengths.max() > 3
+
+
+QUANTITIES = """net ({dtype}[batch, 4] {name}) => ({end}[batch, n] y)
+<int64[2] sizes = {{-1, 2}}, float[300, 2] table = {{{table}}}, {dtype} two = {{2}}, float one = {{1}}> {{ {body} }}"""
+
+
+def save_quantities(path: Path, dtype: str, end: str, body: str, name: str = "x") -> Artifact:
+    """Save a graph of whole numbers ``x``; it has a ``table`` of 300 rows, ``two``, and floats ``one``."""
+    text = QUANTITIES.format(dtype=dtype, end=end, body=body, name=name, table=", ".join(["1"] * 600))
+    graph = onnx.parser.parse_graph(text)
+    onnx.save(helper.make_model(graph, opset_imports=[helper.make_opsetid("", 18)], ir_version=8), path)
+    return Artifact(kind="onnx", path=path, sha256="", bytes=0, signature=model_file.signature(path))
+
+
+@pytest.mark.parametrize(
+    ("dtype", "end", "body", "found"),
+    [
+        ("uint8", "uint8", 'y = BitShift <direction = "RIGHT"> (x, two)', True),
+        ("int32", "int32", "a = Add(x, two) y = Mul(a, x)", True),
+        ("int64", "int64", "y = Div(x, two)", True),
+        ("int64", "int64", "y = Div(two, x)", False),  # no number is divided by 0 that is not today
+        ("uint8", "float", "a = Cast <to = 1> (x) y = Mul(a, one)", True),
+        ("int64", "float", "a = Cast <to = 1> (x) y = Sub(one, a)", False),  # as masks are
+        ("int64", "float", "b = Mod(x, two) a = Cast <to = 1> (b) y = Sub(one, a)", True),
+        ("int64", "bool", "y = Greater(x, two)", False),
+        ("int64", "bool", "y = Cast <to = 9> (x)", False),
+        ("int64", "float", "a = Mul(x, two) b = Div(a, two) c = Flatten(b) y = Gather(table, c)", False),
+        ("int64", "int64", "s = Shape(x) y = Add(x, s)", True),
+        ("int64", "float", "y = DequantizeLinear(x, one)", True),
+    ],
+)
+def test_quantities_are_told_from_indices_and_masks(
+    tmp_path: Path, dtype: str, end: str, body: str, found: bool
+) -> None:
+    made = save_quantities(tmp_path / "model.onnx", dtype, end, body)
+    assert bool(model_file.list_quantities(made.path, made.model_signature)) == found
+
+
+@pytest.mark.parametrize("name", ["attention_mask", "has_flags"])
+def test_numbers_that_are_called_masks_are_no_quantities(tmp_path: Path, name: str) -> None:
+    body = f'y = BitShift <direction = "RIGHT"> ({name}, two)'
+    made = save_quantities(tmp_path / "model.onnx", "uint8", "uint8", body, name)
+    assert model_file.list_quantities(made.path, made.model_signature) == ()
+
+
+@pytest.mark.parametrize(
+    ("dtype", "end", "body", "ends", "note"),
+    [
+        ("uint8", "uint8", "y = Div(x, two)", (0, 255), "'x' has whole numbers from 0 to 255 in them; --eval"),
+        ("int8", "int8", "y = Div(x, two)", (-128, 127), "'x' has whole numbers from -128 to 127 in them; --eval"),
+        ("int32", "int32", "y = Add(x, two)", (-1000, 1000), "'x' has whole numbers from -1000 to 1000 in"),
+        ("uint16", "float", "a = Cast <to = 1> (x) y = Sqrt(a)", (0, 1000), "whole numbers from 0 to 1000 in"),
+        (
+            "int16",
+            "float",
+            "a = Cast <to = 1> (x) y = Sqrt(a)",
+            (0, 1),
+            "only 0 and 1 in them, as the model answers NaN",
+        ),
+    ],
+)
+def test_quantities_are_large_unless_the_model_refuses_such(
+    tmp_path: Path, dtype: str, end: str, body: str, ends: tuple[int, int], note: str
+) -> None:
+    """Zeros and ones do not tell a quotient that is rounded from one that is cut off."""
+    made = save_quantities(tmp_path / "model.onnx", dtype, end, body)
+    (reference := tmp_path / "reference").mkdir()
+    sample = Sample(engine=OnnxRuntime(), ranges={}, batches=(8, 64), data=None, data_options=DataOptions(), seed=0)
+    notes = sample.run({"model": made}, reference, lambda _: None).notes
+    assert any(f"the samples are made up, and {each}" in text for each in (note, f"'x' has {note}") for text in notes)
+    drawn = samples.read_arrays(reference, "feeds", 1)["x"]
+    assert ends[0] <= drawn.min() <= ends[0] * 0.75 + ends[1] * 0.25 <= ends[1] * 0.75 <= drawn.max() <= ends[1]
+
+
+def test_quantities_are_0_and_1_where_the_model_refuses_large_ones() -> None:
+    spec = TensorSpec.parse("x:int32:batch,4")
+    made = Signature(inputs=(spec,), outputs=(spec,))
+
+    def run(feeds: Feeds) -> Feeds:
+        if feeds["x"].shape[0] == 8 and feeds["x"].max() > 1:
+            raise ModelError("there are two places")
+        return {}
+
+    session: Any = SimpleNamespace(signature=made, run=run)
+    cases = samples.plan_cases(made, {"batch": ShapeRange(min=1, opt=1, max=8)}, (1, 8))
+    drawn = examples.draw_feeds(made, {"batch": 8})
+    given, (note,) = examples.widen_numbers(session, cases, drawn, ["x"], seed=0)
+    assert given["x"] is drawn["x"]
+    assert "'x' has only 0 and 1 in them, as the model refuses larger ones (there are two places): other" in note
+    own = {"x": drawn["x"] * 7}
+    assert examples.widen_numbers(session, cases, own, ["x"], seed=0) == (own, [])

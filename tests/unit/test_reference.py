@@ -514,6 +514,21 @@ def test_a_model_whose_samples_influence_each_other_is_noted(
         assert samples.read(reference).interacting == interacting
 
 
+@pytest.mark.parametrize("batches", [(2, 4), (1, 8)])
+def test_a_model_that_drops_a_batch_of_1_is_judged_and_noted(tmp_path: Path, batches: tuple[int, ...]) -> None:
+    """An output without a dimension is no answer of another sample."""
+    ends = [helper.make_tensor_value_info(*end) for end in (("x", 1, ["batch", 1]), ("y", 1, ["batch"]))]
+    made = helper.make_graph([helper.make_node("Squeeze", ["x"], ["y"])], "g", ends[:1], ends[1:])
+    path = tmp_path / "squeeze.onnx"
+    onnx.save(helper.make_model(made, opset_imports=[helper.make_opsetid("", 17)], ir_version=8), path)
+    model = Artifact(kind="onnx", path=path, sha256="", bytes=0, signature=model_file.signature(path))
+    (reference := tmp_path / "reference").mkdir()
+    sample = Sample(engine=OnnxRuntime(), ranges={}, batches=batches, data=None, data_options=DataOptions(), seed=0)
+    (note,) = sample.run({"model": model}, reference, lambda _: None).notes
+    assert note.startswith("the model drops a batch of 1 from its output 'y', as squeeze() does: it answers [] to one")
+    assert not samples.read(reference).interacting
+
+
 def test_a_batch_size_at_which_nothing_is_a_number_is_refused(tmp_path: Path) -> None:
     """An example is dividing by a deviation over the batch, which is zero for one sample."""
     ends = [helper.make_tensor_value_info(name, onnx.TensorProto.FLOAT, ["batch", 3]) for name in "xy"]

@@ -6,8 +6,8 @@ when they do not.
 
 import re
 import shutil
-from collections import Counter
-from collections.abc import Collection
+from collections import Counter, defaultdict
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -383,6 +383,60 @@ def locate_external(tensor: "onnx.TensorProto") -> tuple[str, int, int]:
         message = f"the external data of {tensor.name!r} has offset {offset!r} and length {length!r}"
         raise InvalidGraph(message, "export the model again")
     return entries.get("location", ""), int(offset or 0), int(length or _bytes(tensor))
+
+
+_CARRYING = (
+    *("Add", "Sub", "Mul", "Neg", "Abs", "Max", "Min", "Sum", "ReduceSum", "ReduceMax", "ReduceMin", "CumSum"),
+    *(*choices.SAME_NUMBERS, "Tile", "Slice", "Split", "Concat", "Gather", "Pad", "Clip"),
+)
+"""Operators whose results are numbers if their inputs are, and indices or masks if those are."""
+_OF_NUMBERS = ("Div", "Mod", "BitShift", "BitwiseAnd", "BitwiseOr", "BitwiseXor", "BitwiseNot")
+"""Operators of whole numbers that nobody applies to masks; their results may be indices."""
+_OF_FEATURES = (
+    *("DequantizeLinear", "QLinearConv", "QLinearMatMul", "ConvInteger", "MatMulInteger"),
+    *("TreeEnsemble", "TreeEnsembleClassifier", "TreeEnsembleRegressor", "LinearClassifier", "LinearRegressor"),
+    *("SVMClassifier", "SVMRegressor", "Scaler", "Normalizer"),
+)
+"""Operators whose first input is quantized numbers, or features."""
+_OF_ALIKE = ("Add", "Sub", "Mul", "Max", "Min", "Sum", "Concat", "BitwiseAnd", "BitwiseOr", "BitwiseXor")
+"""Operators all of whose inputs may be numbers; of others, the first alone."""
+_MASKS = ("mask", "flag")
+
+
+def list_quantities(path: Path, signature: Signature) -> tuple[str, ...]:
+    """List the inputs of whole numbers that may be large: no indices, sizes, counts, lengths, masks or flags.
+
+    They are followed through all that is made of them. Nothing is compared with them, divided by them, or read by a
+    graph within a node. Where they are cast to floats, as masks are, something else tells that they are numbers: they
+    have at most 16 bits, or were divided, shifted or combined bit by bit.
+    """
+    readers = defaultdict[str, list["onnx.NodeProto"]](list)
+    for node in skeleton(path).graph.node:
+        for name in dict.fromkeys(traversal.list_reads(node)):
+            readers[name].append(node)
+    whole = (spec for spec in signature.inputs if "int" in spec.dtype and not spec.is_number)
+    unmasked = (spec for spec in whole if not any(word in spec.name.lower() for word in _MASKS))
+    short = ("int8", "uint8", "int16", "uint16")
+    return tuple(spec.name for spec in unmasked if _are_quantities(spec.name, readers, known=spec.dtype in short))
+
+
+def _are_quantities(name: str, readers: "Mapping[str, list[onnx.NodeProto]]", *, known: bool) -> bool:
+    pending, seen = {(name, known)}, set[tuple[str, bool]]()
+    while pending:
+        seen.add(each := pending.pop())
+        value, known = each
+        for node in readers.get(value, ()):
+            kind, is_first = node.op_type, value not in node.input[1:]
+            if kind in choices.SHAPES or (kind in _OF_FEATURES and is_first):
+                continue
+            cast = dtype_name(node.attribute[0].i) if kind == "Cast" else "int"
+            if kind not in (*_CARRYING, *_OF_NUMBERS) or not (is_first or kind in _OF_ALIKE):
+                return False
+            if "int" in cast:
+                pending |= {(result, known or kind in _OF_NUMBERS) for result in node.output} - seen
+            elif not (known and "float" in cast):
+                return False
+    return True
 
 
 COUNTING = ("Shape", "Size", "ArgMax", "ArgMin", "NonZero", "TopK")
