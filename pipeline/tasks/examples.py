@@ -99,6 +99,13 @@ def draw_feeds(signature: Signature, sizes: Mapping[str, int], seed: int = 0) ->
     return feeds
 
 
+def plan_draws(
+    signature: Signature, known: Mapping[str, int] = MappingProxyType({})
+) -> tuple[dict[str, int], Callable[[Mapping[str, int], int], Feeds]]:
+    """Choose sizes for a file, and return them with the call that draws feeds of given sizes with a seed."""
+    return {**choose_sizes(signature), **known}, lambda sizes, seed: draw_feeds(signature, sizes, seed)
+
+
 def vary_lengths(
     session: Session,
     cases: Sequence[samples.Case],

@@ -4,6 +4,7 @@ import json
 import shutil
 import tempfile
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -14,7 +15,7 @@ from enginesmith.pipeline.artifact import Effect, Kind
 from enginesmith.pipeline.engines import read_file
 from enginesmith.pipeline.errors import MissingCapability, ModelError, UsageError
 from enginesmith.pipeline.frameworks import processing, samples
-from enginesmith.pipeline.frameworks.onnx import dimensions, edit, evaluator, model_file, validation
+from enginesmith.pipeline.frameworks.onnx import dimensions, edit, evaluator, model_file, outputs, validation
 from enginesmith.pipeline.frameworks.onnx.flatten import flatten
 from enginesmith.pipeline.frameworks.onnx.processing import extend
 from enginesmith.pipeline.frameworks.onnx.randomness import check_steady
@@ -23,7 +24,7 @@ from enginesmith.pipeline.frameworks.source import Source
 from enginesmith.pipeline.passes.base import Progress
 from enginesmith.pipeline.tasks.base import Inputs, Task
 from enginesmith.pipeline.tasks.calibrate import open_data
-from enginesmith.pipeline.tasks.examples import choose_sizes, draw_feeds, make_example
+from enginesmith.pipeline.tasks.examples import choose_sizes, draw_feeds, make_example, plan_draws
 from enginesmith.pipeline.tensors import Feeds, ShapeRange, Signature, TensorSpec
 
 SHAPES = "shapes"
@@ -129,7 +130,8 @@ class LoadEngine(_FromSource):
 class LoadOnnx(_FromSource):
     """Take over an ONNX file, checked, with its external data and the dimensions that ``inputs`` name or fix.
 
-    Its functions are inlined and its sparse weights are made dense, for all that reads it from here on.
+    Its functions are inlined, its sparse weights are made dense, and its outputs have types and are tensors, for all
+    that reads it from here on.
     """
 
     produces: ClassVar[Kind] = "onnx"
@@ -141,9 +143,11 @@ class LoadOnnx(_FromSource):
     def run(self, inputs: Inputs, out: Path, progress: Progress) -> Effect:
         path, file = Path(self.source.target), out / edit.FILE
         progress(f"checking {path.name}")
-        validation.check(path, outputs_checked=False)
         with tempfile.TemporaryDirectory(dir=out) as scratch:
-            graph, notes = flatten(path, Path(scratch))
+            complete, noted = outputs.complete(path, Path(scratch, "complete"), partial(plan_draws, known=self.sizes))
+            validation.check(complete, str(path), outputs_checked=False)
+            graph, notes = flatten(complete, Path(scratch))
+            notes = (*noted, *notes)
             if self.processing:
                 check_steady(graph, self.source.text, {})
                 correct = Path(scratch, "correct", edit.FILE)
@@ -163,9 +167,9 @@ class LoadOnnx(_FromSource):
                 notes += self._correct_outputs(file)
             if not self.processing:
                 check_steady(file, self.source.text, self.sizes)
-            if graph != path:
+            if graph != complete:
                 progress("comparing the graph with the file")
-                notes += self._compare(path, graph if self.processing else file)
+                notes += self._compare(complete, graph if self.processing else file)
         facts = model_file.summary(file)
         opsets = [f"opset {version} of {domain}" for domain, version in facts.domains.items()]
         opset = f"opset {facts.opset}" if facts.opset else ", ".join(opsets)
@@ -183,9 +187,7 @@ class LoadOnnx(_FromSource):
         Raises:
             InvalidGraph: nothing tells which they are.
         """
-        signature = model_file.signature(file)
-        usual = {**choose_sizes(signature), **self.sizes}
-        return dimensions.correct_outputs(file, usual, lambda sizes, seed: draw_feeds(signature, sizes, seed))
+        return dimensions.correct_outputs(file, *plan_draws(model_file.signature(file), self.sizes))
 
     def _compare(self, path: Path, graph: Path) -> tuple[str, ...]:
         """Run a file, and the graph that was made of it, on drawn feeds; return a note where that is not possible.

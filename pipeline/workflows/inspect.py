@@ -1,5 +1,6 @@
 """List facts for people: the content of a file, of the tables and of the store, and what this machine can do."""
 
+import contextlib
 import datetime
 import importlib.util
 import shlex
@@ -79,12 +80,16 @@ def inspect(file: Path) -> Facts:
 
 
 def _onnx(file: Path) -> Facts:
-    from enginesmith.pipeline.frameworks.onnx import model_file, validation
+    from enginesmith.pipeline.frameworks.onnx import model_file, outputs, validation
     from enginesmith.pipeline.frameworks.onnx.flatten import flatten
+    from enginesmith.pipeline.tasks.examples import plan_draws
 
-    validation.check(file)
     with tempfile.TemporaryDirectory() as scratch:
-        graph, _ = flatten(file, Path(scratch))
+        complete = file
+        with contextlib.suppress(InvalidGraph):  # it cannot be run, say: it is shown as it is
+            complete, _ = outputs.complete(file, Path(scratch, "complete"), plan_draws)
+        validation.check(complete, str(file))
+        graph, _ = flatten(complete, Path(scratch))
         ends: Facts
         try:
             signature = model_file.signature(graph)

@@ -12,7 +12,7 @@ import pytest
 from onnx import TensorProto, helper, numpy_helper
 
 from enginesmith.pipeline.errors import InvalidGraph, SignatureError
-from enginesmith.pipeline.frameworks.onnx import model_file, shapes, validation
+from enginesmith.pipeline.frameworks.onnx import evaluator, model_file, shapes, validation
 from enginesmith.pipeline.frameworks.samples import batch_symbol, fixed_batch
 from enginesmith.pipeline.frameworks.source import resolve
 from enginesmith.pipeline.passes.quantize import quantizers
@@ -487,3 +487,91 @@ def test_a_file_of_another_domain_alone_is_loaded_with_the_opset_of_that(tmp_pat
     (out := tmp_path / "out").mkdir()
     effect = LoadOnnx(source=resolve(str(path))).run({}, out, lambda _: None)
     assert effect.summary == "1 nodes, opset 3 of ai.onnx.ml, 0 parameters"
+
+
+def save_classifier(path: Path, *, shaped: bool, label_read: bool = False) -> Path:
+    """Save a classifier whose probabilities are mapped to classes; ``shaped``: the file tells what is mapped."""
+    text = """<ir_version: 8, opset_import: ["" : 17, "ai.onnx.ml" : 3]>
+    g (float[N, 4] x) => (int64[N] label, float[N, 4] scores) {
+        z = ai.onnx.ml.Scaler <offset = [0.5], scale = [2.0]> (x)
+        p = ai.onnx.ml.Normalizer <norm = "L1"> (z)
+        label = ArgMax <axis = 1, keepdims = 0> (p)
+        scores = ai.onnx.ml.ZipMap <classlabels_int64s = [3, 1, 7, 5]> (p)
+    }"""
+    model = onnx.parser.parse_model(text)
+    table = helper.make_map_type_proto(TensorProto.INT64, helper.make_tensor_type_proto(TensorProto.FLOAT, None))
+    model.graph.output[1].type.CopyFrom(helper.make_sequence_type_proto(table))
+    if shaped:
+        model.graph.value_info.append(helper.make_tensor_value_info("p", TensorProto.FLOAT, ["N", 4]))
+    if label_read:
+        model.graph.output.append(helper.make_tensor_value_info("p", TensorProto.FLOAT, ["N", 4]))
+    onnx.save(model, path)
+    return path
+
+
+@pytest.mark.parametrize("shaped", [True, False])
+def test_probabilities_that_are_mapped_to_classes_are_answered_as_a_tensor(tmp_path: Path, *, shaped: bool) -> None:
+    """CatBoost and skl2onnx write such files, and do not always tell the shape of what they map."""
+    path = save_classifier(tmp_path / "net.onnx", shaped=shaped)
+    (out := tmp_path / "out").mkdir()
+    effect = LoadOnnx(source=resolve(str(path))).run({}, out, lambda _: None)
+    assert effect.signature is not None
+    assert [str(spec) for spec in effect.signature.outputs] == ["label:int64:N", "scores:float32:N,4"]
+    assert effect.notes[0].endswith(
+        "(ZipMap), and is the tensor of these numbers instead, a column for each class: 3, 1, 7 and 1 more"
+    )
+    feeds = {"x": np.random.default_rng(0).standard_normal((5, 4), np.float32)}
+    (label, maps), (label_after, scores) = (evaluator.run_graph(each, feeds) for each in (path, out / effect.file))
+    assert (label == label_after).all()
+    assert [[row[number] for number in (3, 1, 7, 5)] for row in maps] == scores.tolist()
+    assert inspect(path)["outputs"][1] == "scores:float32:N,4"
+
+
+def test_a_map_of_what_is_an_output_itself_is_refused(tmp_path: Path) -> None:
+    path = save_classifier(tmp_path / "net.onnx", shaped=True, label_read=True)
+    with pytest.raises(SignatureError, match="the output 'scores' is a sequence"):
+        LoadOnnx(source=resolve(str(path))).run({}, tmp_path, lambda _: None)
+
+
+@pytest.mark.parametrize("typed", [True, False])
+def test_types_and_shapes_that_outputs_lack_are_found(tmp_path: Path, *, typed: bool) -> None:
+    """As onnxscript leaves them out of a function without an annotation, and shape inference knows no loop's rank."""
+    text = """<ir_version: 8, opset_import: ["" : 17]>
+    g (float[N, 4] x, int64 n) => (float[N, 4] y, int64[N] k) <bool go = {1}> {
+        y = Loop <body = b (int64 i, bool c, float[A, B] before) => (bool d, float[A, B] after)
+                         { d = Identity(c) after = Neg(before) }> (n, go, x)
+        k = ArgMax <axis = 1, keepdims = 0> (y)
+    }"""
+    model = onnx.parser.parse_model(text)
+    for value in model.graph.output:
+        value.ClearField("type") if not typed else value.type.tensor_type.ClearField("shape")
+    onnx.save(model, path := tmp_path / "net.onnx")
+    (out := tmp_path / "out").mkdir()
+    effect = LoadOnnx(source=resolve(str(path))).run({}, out, lambda _: None)
+    assert effect.signature is not None
+    assert [str(spec) for spec in effect.signature.outputs] == ["y:float32:N,4", "k:int64:N"]
+    assert any("no type of the output 'y': it is inferred to be float32" in note for note in effect.notes) is not typed
+
+
+def test_an_output_whose_shape_nothing_tells_is_refused(tmp_path: Path) -> None:
+    """No feeds run a model that divides its rows into 3."""
+    text = """<ir_version: 8, opset_import: ["" : 17]>
+    g (float[N, 4] x, int64[K] shape) => (float[N] y) <int64[1] three = {3}> {
+        a = Reshape(x, three) b = Concat <axis = 0> (shape, three) y = Reshape(a, b)
+    }"""
+    model = onnx.parser.parse_model(text)
+    model.graph.output[0].type.tensor_type.ClearField("shape")
+    onnx.save(model, path := tmp_path / "net.onnx")
+    with pytest.raises(InvalidGraph, match="the output 'y' has no shape in the file, and the model cannot be run"):
+        LoadOnnx(source=resolve(str(path))).run({}, tmp_path, lambda _: None)
+
+
+def test_files_of_weights_are_looked_for_before_a_file_is_completed(tmp_path: Path) -> None:
+    model = linear()
+    model.graph.output[0].ClearField("type")
+    tensor = model.graph.initializer[0]
+    onnx.external_data_helper.set_external_data(tensor, "../w.bin")
+    tensor.ClearField("raw_data")
+    path = saved(tmp_path, model)
+    with pytest.raises(InvalidGraph, match="outside of the model's folder"):
+        LoadOnnx(source=resolve(str(path))).run({}, tmp_path, lambda _: None)

@@ -219,6 +219,36 @@ def correct_outputs(
     return tuple(_describe(signature.outputs[at], outputs[at], words) for at in changed)
 
 
+def find_shapes(
+    path: Path,
+    signature: Signature,
+    sizes: Mapping[str, int],
+    draw: Callable[[Mapping[str, int], int], Feeds],
+) -> None:
+    """Write the shapes that a file answers for outputs that have none; arguments as for :func:`correct_outputs`.
+
+    Raises:
+        InvalidGraph: the model cannot be run, or answers another rank each time.
+    """
+    model = model_file.read(path)
+    counted = choices.find_counted(model.graph)
+    lacking = {at: value for at, value in enumerate(model.graph.output) if model_file.lacks_shape(value)}
+    why = "its rank differs from run to run"
+    try:
+        runs = _measure(path, signature, {word: sizes[word] for word in signature.symbols}, draw)
+    except (ModelError, MissingCapability) as error:
+        runs, why = [], f"the model cannot be run to see it: {error.message}"
+    for at, value in lacking.items():
+        shapes = [run.answers[at].shape for run in runs]
+        if len({len(shape) for shape in shapes}) != 1:
+            raise InvalidGraph(
+                f"the output {value.name!r} has no shape in the file, and {why}", "write its shape into the file"
+            )
+        value.type.tensor_type.shape.SetInParent()
+        _write_measured(value, shapes, [run.sizes for run in runs], follows=value.name not in counted)
+    path.write_bytes(model.SerializeToString())
+
+
 def _describe(old: TensorSpec, new: TensorSpec, words: Collection[str]) -> str:
     declared = f"the file declares the output {old}"
     if {*new.symbols} - {*old.symbols, *words}:

@@ -285,6 +285,11 @@ def is_fixed(dim: "onnx.TensorShapeProto.Dimension") -> bool:
     return dim.HasField("dim_value") and dim.dim_value >= 0  # some exporters write -1 for any size
 
 
+def lacks_shape(value: "onnx.ValueInfoProto") -> bool:
+    """Tell whether not even the rank of a tensor is declared."""
+    return value.type.HasField("tensor_type") and not value.type.tensor_type.HasField("shape")
+
+
 def dtype_name(elem_type: int) -> str:
     """Return numpy's name for an ONNX element type; ONNX's own, in lower case, where numpy has none."""
     import onnx

@@ -42,9 +42,7 @@ def check(path: Path, name: str = "", remedy: str = EXPORT_AGAIN, *, outputs_che
         raise InvalidGraph(f"{name} needs opset {opset}, and the installed onnx knows up to {newest}", update)
     if not model.graph.output:
         raise InvalidGraph(f"{name} has no outputs", "name at least one output when the graph is exported")
-    for tensor in traversal.tensors(model):
-        if model_file.is_external(tensor):
-            _check_external(path, name, tensor)
+    check_weight_files(path, model, name)
     try:
         is_dense = not has_sparse_weights(model)
         try:
@@ -78,6 +76,17 @@ def _leave_outputs_open(model: "onnx.ModelProto") -> "onnx.ModelProto":
         if value.type.HasField("tensor_type"):
             value.type.tensor_type.ClearField("shape")
     return bare
+
+
+def check_weight_files(path: Path, model: "onnx.ModelProto", name: str) -> None:
+    """Check that the files of weights lie beside the model, and are long enough; messages call the model ``name``.
+
+    Raises:
+        InvalidGraph: names the weight whose file is not there, too short, or elsewhere.
+    """
+    for tensor in traversal.tensors(model):
+        if model_file.is_external(tensor):
+            _check_external(path, name, tensor)
 
 
 def _check_external(path: Path, name: str, tensor: "onnx.TensorProto") -> None:

@@ -1,0 +1,105 @@
+"""Complete what a file says of its outputs: types that it leaves out, and tensors where it has maps of classes."""
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from enginesmith.pipeline.frameworks.onnx import dimensions, edit, model_file, traversal, validation
+from enginesmith.pipeline.tensors import Feeds, Signature
+from enginesmith.pipeline.units import name_some
+
+if TYPE_CHECKING:
+    import onnx
+
+Draw = Callable[[Signature], tuple[Mapping[str, int], Callable[[Mapping[str, int], int], Feeds]]]
+"""Choose usual sizes for a signature, and how to draw feeds of sizes and a seed."""
+_SHOWN = 3
+"""Classes that a note has."""
+
+
+def complete(path: Path, folder: Path, draw: Draw) -> tuple[Path, tuple[str, ...]]:
+    """Write a model into a folder that is made, with a type and shape for each output; return file and notes.
+
+    A map of classes to probabilities (ZipMap) gives way to the tensor that it is made of, under its name. Types are
+    inferred; so are shapes, or the model is run for them on what ``draw`` draws. The file is ``path`` itself where
+    there is nothing to complete.
+
+    Raises:
+        InvalidGraph: the file cannot be read, lacks files of its weights, or cannot be run to see a shape.
+        SignatureError: an input is no tensor of a supported dtype and known rank.
+    """
+    model = model_file.read(path)
+    before = [value.SerializeToString() for value in model.graph.output]
+    notes = (*_unwrap_maps(model.graph), *_write_types(model))
+    unknown = [value for value in model.graph.output if model_file.lacks_shape(value)]
+    if not unknown and [value.SerializeToString() for value in model.graph.output] == before:
+        return path, ()
+    validation.check_weight_files(path, model, str(path))
+    target = folder / edit.FILE
+    model_file.copy(path, target)
+    target.write_bytes(model.SerializeToString())
+    if unknown:
+        signature = _read_signature(model, folder)
+        dimensions.find_shapes(target, signature, *draw(signature))
+    return target, notes
+
+
+def _read_signature(model: "onnx.ModelProto", folder: Path) -> Signature:
+    """Read a signature whose outputs have no dimensions where their shapes are not known."""
+    for value in model.graph.output:
+        if model_file.lacks_shape(value):
+            value.type.tensor_type.shape.SetInParent()
+    (placeholder := folder / "signature.onnx").write_bytes(model.SerializeToString())
+    return model_file.signature(placeholder)
+
+
+def _unwrap_maps(graph: "onnx.GraphProto") -> list[str]:
+    """Replace outputs that a ZipMap makes by what it reads, without a shape, in place; return a note on each."""
+    from onnx import TensorProto
+
+    notes, outputs = list[str](), {value.name: value for value in graph.output}
+    for node in [node for node in graph.node if node.op_type == "ZipMap" and node.output[0] in outputs]:
+        read, name = node.input[0], node.output[0]
+        made = {output for other in graph.node for output in other.output}
+        if read not in made or read in outputs or any(name in other.input for other in traversal.walk(graph.node)):
+            continue
+        classes = [text.decode() for each in node.attribute for text in each.strings]
+        classes += [str(number) for each in node.attribute for number in each.ints]
+        graph.node.remove(node)
+        for other in traversal.walk(graph.node):
+            for names in (other.input, other.output):
+                names[:] = [name if each == read else each for each in names]
+        outputs[name].type.tensor_type.elem_type = TensorProto.FLOAT  # the only type that the operator takes
+        for value in [value for value in graph.value_info if value.name in (read, name)]:
+            if value.name == read and value.type.tensor_type.elem_type == TensorProto.FLOAT:
+                outputs[name].type.CopyFrom(value.type)
+            graph.value_info.remove(value)
+        notes.append(
+            f"the output {name!r} maps classes to numbers (ZipMap), and is the tensor of these numbers instead, a "
+            f"column for each class: {name_some(classes, _SHOWN)}"
+        )
+    return notes
+
+
+def _write_types(model: "onnx.ModelProto") -> list[str]:
+    """Write inferred types and shapes of outputs that have none, in place; return a note on each type."""
+    import onnx
+
+    lacking = [
+        value for value in model.graph.output if not value.type.WhichOneof("value") or model_file.lacks_shape(value)
+    ]
+    if not lacking:
+        return []
+    try:
+        inferred = onnx.shape_inference.infer_shapes(model, data_prop=True).graph.output
+    except onnx.shape_inference.InferenceError:
+        return []
+    types, notes = {value.name: value.type for value in inferred}, list[str]()
+    for value in lacking:
+        found = types[value.name].tensor_type
+        if found.elem_type:
+            if not value.type.WhichOneof("value"):
+                dtype = model_file.dtype_name(found.elem_type)
+                notes.append(f"the file gives no type of the output {value.name!r}: it is inferred to be {dtype}")
+            value.type.tensor_type.CopyFrom(found)
+    return notes
