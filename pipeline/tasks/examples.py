@@ -18,6 +18,7 @@ from enginesmith.pipeline.frameworks import samples
 from enginesmith.pipeline.frameworks.fidelity import compare, thresholds_for
 from enginesmith.pipeline.system.device import Device
 from enginesmith.pipeline.tensors import (
+    BATCH,
     Array,
     Feeds,
     ShapeRange,
@@ -384,9 +385,12 @@ def describe_interaction(
     answers = {name: alone[name] for name in alike}
     compared = compare(answers, alike, thresholds_for("fp16"), ranges=samples.find_spans([together]))
     different = [output.name for output in compared.outputs if not output.passed]
+    others = {word for word in signature.symbols if word != symbol}
+    taken = f"; the batch is taken to be {symbol!r}: if it is another dimension, call that {BATCH!r} with --input"
     return [
         f"the answer to a sample depends on the rest of its batch: eager's {name!r} for the last of {case.batch} "
         "samples is another one where it is alone; a server must not put requests together"
+        f"{taken if others and symbol != BATCH else ''}"
         for name in different[:1]
     ], dropping
 

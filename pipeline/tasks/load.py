@@ -147,7 +147,10 @@ class LoadOnnx(_FromSource):
             complete, noted = outputs.complete(path, Path(scratch, "complete"), partial(plan_draws, known=self.sizes))
             validation.check(complete, str(path), outputs_checked=False)
             graph, notes = flatten(complete, Path(scratch))
-            notes = (*noted, *notes)
+            notes, specs = (*noted, *notes), self.inputs
+            if not (self.processing or specs):
+                specs, told = dimensions.find_batch(graph, self.sizes)
+                notes += told
             if self.processing:
                 check_steady(graph, self.source.text, {})
                 correct = Path(scratch, "correct", edit.FILE)
@@ -155,9 +158,9 @@ class LoadOnnx(_FromSource):
                 notes += self._correct_outputs(correct)
                 progress("adding what is computed before and after the model")
                 self._extend(correct, out)
-            elif self.inputs:
-                progress("writing the dimensions of --input")
-                dimensions.write_inputs(graph, self.inputs, file)
+            elif specs:
+                progress("writing the dimensions of the inputs")
+                dimensions.write_inputs(graph, specs, file)
                 notes += self._correct_outputs(file)
                 named = model_file.signature(file)
                 usual = {**choose_sizes(named), **self.sizes}

@@ -13,6 +13,7 @@ from enginesmith.pipeline.artifact import Artifact
 from enginesmith.pipeline.engines import baseline
 from enginesmith.pipeline.errors import InvalidGraph, SignatureError
 from enginesmith.pipeline.frameworks.onnx import dimensions, model_file, validation
+from enginesmith.pipeline.frameworks.samples import batch_symbol
 from enginesmith.pipeline.frameworks.source import resolve
 from enginesmith.pipeline.system.device import Device
 from enginesmith.pipeline.tasks.examples import choose_sizes, draw_feeds
@@ -350,3 +351,54 @@ def test_dtypes_that_numpy_lacks_are_not_fed(tmp_path: Path, monkeypatch: pytest
     nodes = [helper.make_node("Identity", ["x"], ["y"])]
     path = save_declared(tmp_path / "m.onnx", nodes, {"y": (kind, [2, 4])}, dtype=kind)
     assert load_outputs(path) == (["y:bfloat16:2,4"], ())
+
+
+RECURRENT = """<ir_version: 8, opset_import: ["" : 17]> g ({inputs}) => (float[{output}] y)
+<float[1, 12, 4] w = {{{zeros}, {zeros}, {zeros}, {zeros}}}, float[1, 12, 3] r = {{{zeros}, {zeros}, {zeros}}}>
+{{ {body} }}"""
+ZEROS = ", ".join(["0"] * 12)
+
+
+@pytest.mark.parametrize(
+    ("inputs", "output", "body", "found"),
+    [
+        ("float[T, N, 4] x", "T, 1, N, 3", "y = LSTM <hidden_size = 3> (x, w, r)", "x:float32:T,batch,4"),
+        (
+            *("float[T, N, 4] x, float[1, N, 3] h", "T, 1, N, 3"),
+            *("a = Relu(x) y = LSTM <hidden_size = 3> (a, w, r, , , h)", "x:float32:T,batch,4 h:float32:1,batch,3"),
+        ),
+        ("float[N, T, 4] x", "N, T, 1, 3", "y = LSTM <hidden_size = 3, layout = 1> (x, w, r)", ""),
+        (
+            *("float[N, T, 4] x", "T, 1, N, 3"),
+            *("a = Transpose <perm = [1, 0, 2]> (x) y = LSTM <hidden_size = 3> (a, w, r)", ""),
+        ),
+        ("float[T, my_batch, 4] x", "T, my_batch, 4", "y = Relu(x)", "x:float32:T,batch,4"),
+        ("float[batch_size, N, 4] x", "batch_size, 1, N, 3", "y = LSTM <hidden_size = 3> (x, w, r)", ""),
+        ("float[T, N, 4] x", "T, N, 4", "y = Relu(x)", ""),
+        ("float[T, 5, 4] x", "T, 1, 5, 3", "y = LSTM <hidden_size = 3> (x, w, r)", ""),
+    ],
+)
+def test_the_batch_is_where_recurrent_layers_have_it(
+    tmp_path: Path, inputs: str, output: str, body: str, found: str
+) -> None:
+    """Steps of a sequence that are taken for samples depend on each other."""
+    text = RECURRENT.format(inputs=inputs, output=output, body=body, zeros=ZEROS)
+    onnx.save(onnx.parser.parse_model(text), tmp_path / "m.onnx")
+    specs, notes = dimensions.find_batch(tmp_path / "m.onnx")
+    assert " ".join(map(str, specs)) == found
+    assert len(notes) == bool(found)
+    assert dimensions.find_batch(tmp_path / "m.onnx", ["N", "my_batch"]) == ((), ()), "named by --shape"
+
+
+def test_a_file_is_loaded_with_the_batch_of_its_recurrent_layers(tmp_path: Path) -> None:
+    body = "y = LSTM <hidden_size = 3> (x, w, r)"
+    text = RECURRENT.format(inputs="float[T, N, 4] x", output="T, 1, N, 3", body=body, zeros=ZEROS)
+    onnx.save(onnx.parser.parse_model(text), tmp_path / "m.onnx")
+    for given, batch in (((), "batch"), ((TensorSpec.parse("x:float32:T,N,4"),), "T")):
+        (out := tmp_path / batch).mkdir()
+        effect = LoadOnnx(source=resolve(str(tmp_path / "m.onnx")), inputs=given).run({}, out, lambda _: None)
+        assert effect.signature is not None
+        assert batch_symbol(effect.signature) == batch
+        assert [
+            note for note in effect.notes if "the batch is taken to be 'N', the second dimension of 'x'" in note
+        ] == ([*effect.notes] if batch == "batch" else [])

@@ -514,6 +514,22 @@ def test_a_model_whose_samples_influence_each_other_is_noted(
         assert samples.read(reference).interacting == interacting
 
 
+@pytest.mark.parametrize(("words", "advised"), [("seq, N", True), ("batch, N", False), ("seq, 4", False)])
+def test_a_dimension_that_is_taken_for_the_batch_is_named_where_it_may_be_another(
+    tmp_path: Path, words: str, *, advised: bool
+) -> None:
+    text = f"net (float[{words}] x) => (float[{words}] y) <int64 axis = {{0}}> {{ y = CumSum(x, axis) }}"
+    path = tmp_path / "sum.onnx"
+    opsets = [helper.make_opsetid("", 17)]
+    onnx.save(helper.make_model(onnx.parser.parse_graph(text), opset_imports=opsets, ir_version=8), path)
+    model = Artifact(kind="onnx", path=path, sha256="", bytes=0, signature=model_file.signature(path))
+    (reference := tmp_path / "reference").mkdir()
+    sample = Sample(engine=OnnxRuntime(), ranges={}, batches=(1, 8), data=None, data_options=DataOptions(), seed=0)
+    (note,) = [note for note in sample.run({"model": model}, reference, lambda _: None).notes if "rest of its" in note]
+    advice = "taken to be 'seq': if it is another dimension, call that 'batch' with --input"
+    assert note.endswith(advice) == advised
+
+
 @pytest.mark.parametrize("batches", [(2, 4), (1, 8)])
 def test_a_model_that_drops_a_batch_of_1_is_judged_and_noted(tmp_path: Path, batches: tuple[int, ...]) -> None:
     """An output without a dimension is no answer of another sample."""

@@ -13,7 +13,9 @@ from typing import TYPE_CHECKING
 
 from enginesmith.pipeline.errors import InvalidGraph, MissingCapability, ModelError, SignatureError
 from enginesmith.pipeline.frameworks.onnx import choices, evaluator, model_file, traversal
+from enginesmith.pipeline.frameworks.samples import batch_symbol
 from enginesmith.pipeline.tensors import (
+    BATCH,
     DTYPES,
     Array,
     Feeds,
@@ -133,6 +135,54 @@ def _write(proto: "onnx.TensorShapeProto.Dimension", dim: int | str) -> None:
         proto.dim_value = dim
     else:
         proto.dim_param = dim
+
+
+_RECURRENT = ("LSTM", "GRU", "RNN")
+"""Operators whose input has the batch in its second dimension, unless their attribute ``layout`` is 1."""
+_BY_ELEMENT = ("Identity", "Cast", "MatMul", "Add", "Mul", "Div", "Relu", "Tanh", "Sigmoid", "LayerNormalization")
+"""Operators whose result has the first two dimensions of their first input, of three."""
+
+
+def find_batch(path: Path, known: Collection[str] = ()) -> tuple[tuple[TensorSpec, ...], tuple[str, ...]]:
+    """Find inputs whose batch is not their first dimension, where that has a name: return them with it, and a note.
+
+    It is a dimension with the word batch in its name, or the one that recurrent layers take for the batch. Nothing is
+    returned where the first dimension is it, or where it is in ``known``: somebody calls it by its own name.
+    """
+    signature = model_file.signature(path)
+    first, words = batch_symbol(signature), set(signature.symbols)
+    by_name = [word for word in signature.symbols if "batch" in word.lower()]
+    if not signature.batched or first in by_name:
+        return (), ()
+    word, why = _find_recurrent(model_file.skeleton(path).graph, signature)
+    if first and by_name:
+        word, why = by_name[0], "by its name"
+    follows = any(word in spec.shape for spec in signature.outputs)
+    if not word or word == first or word not in words or word in known or not follows:
+        return (), ()
+    specs = tuple(
+        spec.model_copy(update={"shape": tuple(_substitute(dim, {word: BATCH}) for dim in spec.shape)})
+        for spec in signature.inputs
+    )
+    otherwise = f"where {first!r} is the batch" if first else "where there is none"
+    note = f"the batch is taken to be {word!r}, {why}, and is called {BATCH!r}; {otherwise}, say so with "
+    return specs, (note + write_options(signature.inputs),)
+
+
+def _find_recurrent(graph: "onnx.GraphProto", signature: Signature) -> tuple[str, str]:
+    """Find the word of an input's dimension that a recurrent layer takes for the batch, and why; empty for none."""
+    specs = {spec.name: spec for spec in signature.inputs if len(spec.shape) == 3}
+    for node in graph.node:
+        spec = specs.get(node.input[0]) if node.input else None
+        if spec is None:
+            continue
+        if node.op_type in _BY_ELEMENT:
+            specs[node.output[0]] = spec
+        layout = next((each.i for each in node.attribute if each.name == "layout"), 0)
+        word = spec.shape[1]
+        if node.op_type in _RECURRENT and not layout and isinstance(word, str) and not is_sum(word):
+            return word, f"the second dimension of {spec.name!r}, as {node.op_type} has it there"
+    return "", ""
 
 
 def name_outputs(path: Path, sizes: Mapping[str, int], draw: Callable[[Mapping[str, int]], Feeds]) -> tuple[str, ...]:
