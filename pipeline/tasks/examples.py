@@ -289,7 +289,26 @@ class Baseline(NamedTuple):
             batches = f"; if the model takes {other}" if symbol else ""
             indices = _advise_indices(error.message, self.session.signature.inputs, self.example, case.sizes)
             message = f"{error.message}, at {format_sizes(case.sizes)}"
-            raise ModelError(message, indices or f"{error.remedy}{self.advice}{batches}") from error
+            remedy = indices or self._find_single(feeds) or f"{error.remedy}{self.advice}{batches}"
+            raise ModelError(message, remedy) from error
+
+    def _find_single(self, feeds: Feeds) -> str:
+        """Find a dimension that leads inputs, or has the word batch in its name, of which the model takes only 1.
+
+        Say which options fix it; empty for none.
+        """
+        signature = self.session.signature
+        sizes = read_sizes([spec for spec in signature.inputs if spec.name in feeds], feeds)
+        leading = {dim for spec in signature.inputs for dim in spec.shape[:1]}
+        symbol = samples.batch_symbol(signature)
+        for word in [word for word in sizes if sizes[word] > 1 and (word in leading or "batch" in word.lower())]:
+            with contextlib.suppress(ModelError):
+                self.session.run(samples.resize(feeds, signature, {**sizes, word: 1}))
+                options = "--batch 1" if word == symbol else f"--batch 1 --shape {word}=1:1:1"
+                fixed = [str(spec) for spec in signature.inputs if 1 in spec.shape and word not in spec.shape]
+                cause = f", as {fixed[0]} is for one sample" if fixed else ""
+                return f"it takes the same with {word} 1{cause}: give {options}"
+        return ""
 
 
 def _advise_indices(message: str, specs: Sequence[TensorSpec], example: Feeds, sizes: Mapping[str, int]) -> str:
