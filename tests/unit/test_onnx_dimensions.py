@@ -11,14 +11,14 @@ from onnx import TensorProto, helper, numpy_helper
 
 from enginesmith.pipeline.artifact import Artifact
 from enginesmith.pipeline.engines import baseline
-from enginesmith.pipeline.errors import InvalidGraph, SignatureError
+from enginesmith.pipeline.errors import InvalidGraph, ModelError, SignatureError
+from enginesmith.pipeline.frameworks import samples
 from enginesmith.pipeline.frameworks.onnx import dimensions, model_file, validation
-from enginesmith.pipeline.frameworks.samples import batch_symbol
 from enginesmith.pipeline.frameworks.source import resolve
 from enginesmith.pipeline.system.device import Device
-from enginesmith.pipeline.tasks.examples import choose_sizes, draw_feeds
+from enginesmith.pipeline.tasks.examples import Baseline, choose_sizes, draw_feeds
 from enginesmith.pipeline.tasks.load import LoadOnnx
-from enginesmith.pipeline.tensors import Feeds, Signature, TensorSpec
+from enginesmith.pipeline.tensors import Feeds, Signature, TensorSpec, read_sizes
 
 STATEFUL = {"x": ["", ""], "state": [2, "", 4], "rate": []}
 
@@ -398,7 +398,39 @@ def test_a_file_is_loaded_with_the_batch_of_its_recurrent_layers(tmp_path: Path)
         (out := tmp_path / batch).mkdir()
         effect = LoadOnnx(source=resolve(str(tmp_path / "m.onnx")), inputs=given).run({}, out, lambda _: None)
         assert effect.signature is not None
-        assert batch_symbol(effect.signature) == batch
+        assert samples.batch_symbol(effect.signature) == batch
         assert [
             note for note in effect.notes if "the batch is taken to be 'N', the second dimension of 'x'" in note
         ] == ([*effect.notes] if batch == "batch" else [])
+
+
+@pytest.mark.parametrize(
+    ("inputs", "takes", "remedy"),
+    [
+        (
+            *("x:float32:batch_size,3,frames state:float32:4,1,8", {"batch_size": 1}),
+            "with batch_size 1, as state:float32:4,1,8 is for one sample: give --batch 1 --shape batch_size=1:1:1",
+        ),
+        ("x:float32:batch,3 y:float32:batch", {"batch": 1}, "it takes the same with batch 1: give --batch 1"),
+        ("x:float32:batch_size,frames state:float32:4,1,8", {"frames": 1}, "run it alone"),
+        ("x:float32:batch_size,frames state:float32:4,1,8", {"batch_size": 2}, "run it alone"),
+    ],
+)
+def test_a_model_that_takes_single_samples_alone_is_tried_with_one(
+    inputs: str, takes: Mapping[str, int], remedy: str
+) -> None:
+    """A state of fixed size, say, is that of one sample, whatever the other inputs declare."""
+
+    class Recurrent:
+        signature = Signature(inputs=tuple(map(TensorSpec.parse, inputs.split())), outputs=())
+
+        def run(self, feeds: Feeds) -> Feeds:
+            if takes.items() - read_sizes(self.signature.inputs, feeds).items():
+                raise ModelError("state must have another shape", "run it alone")
+            return {}
+
+    sizes = dict.fromkeys(Recurrent.signature.symbols, 8)
+    feeds = draw_feeds(Recurrent.signature, sizes)
+    with pytest.raises(ModelError, match="another shape, at batch") as error:
+        Baseline(Recurrent(), feeds, "").run(samples.Case(sizes=sizes, batch=8), feeds)  # type: ignore[arg-type]
+    assert remedy in error.value.remedy

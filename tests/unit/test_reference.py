@@ -1,7 +1,6 @@
 """Samples of a model, its answers to them, and metrics on them."""
 
 import re
-from collections.abc import Mapping
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -27,7 +26,7 @@ from enginesmith.pipeline.tasks import examples, verify
 from enginesmith.pipeline.tasks.base import RECORDS, write_records
 from enginesmith.pipeline.tasks.quality import Quality, try_metric
 from enginesmith.pipeline.tasks.verify import Sample
-from enginesmith.pipeline.tensors import Array, Feeds, ShapeRange, Signature, TensorSpec, read_sizes
+from enginesmith.pipeline.tensors import Array, Feeds, ShapeRange, Signature, TensorSpec
 from graphs import save_operator
 
 
@@ -230,38 +229,6 @@ def test_the_least_size_that_has_the_examples_indices_is_named(message: str, adv
     with pytest.raises(ModelError, match="at nodes 5, edges 2") as error:
         examples.Baseline(Refusing(), example, "").run(Case(sizes={"nodes": 5, "edges": 2}, batch=1), {})  # type: ignore[arg-type]
     assert error.value.remedy.endswith(advice or "run it alone")
-
-
-@pytest.mark.parametrize(
-    ("inputs", "takes", "remedy"),
-    [
-        (
-            *("x:float32:batch_size,3,frames state:float32:4,1,8", {"batch_size": 1}),
-            "with batch_size 1, as state:float32:4,1,8 is for one sample: give --batch 1 --shape batch_size=1:1:1",
-        ),
-        ("x:float32:batch,3 y:float32:batch", {"batch": 1}, "it takes the same with batch 1: give --batch 1"),
-        ("x:float32:batch_size,frames state:float32:4,1,8", {"frames": 1}, "run it alone"),
-        ("x:float32:batch_size,frames state:float32:4,1,8", {"batch_size": 2}, "run it alone"),
-    ],
-)
-def test_a_model_that_takes_single_samples_alone_is_tried_with_one(
-    inputs: str, takes: Mapping[str, int], remedy: str
-) -> None:
-    """A state of fixed size, say, is that of one sample, whatever the other inputs declare."""
-
-    class Recurrent:
-        signature = signature(*inputs.split())
-
-        def run(self, feeds: Feeds) -> Feeds:
-            if takes.items() - read_sizes(self.signature.inputs, feeds).items():
-                raise ModelError("state must have another shape", "run it alone")
-            return {}
-
-    sizes = dict.fromkeys(Recurrent.signature.symbols, 8)
-    feeds = examples.draw_feeds(Recurrent.signature, sizes)
-    with pytest.raises(ModelError, match="another shape, at batch") as error:
-        examples.Baseline(Recurrent(), feeds, "").run(Case(sizes=sizes, batch=8), feeds)  # type: ignore[arg-type]
-    assert remedy in error.value.remedy
 
 
 @pytest.mark.parametrize("data", [None, "data.npz"])
