@@ -111,3 +111,20 @@ def logarithm_of_softplus() -> Graphs:
         graph(f"{head} {{ s = Softplus(x) y = Log(s) }}"),
         graph(f"{head} {{ s = Softplus(x) z = Sub(x, x) b = Less(x, least) r = Where(b, z, s) y = Log(r) }}"),
     )
+
+
+@known_bug(
+    "docs/precision.md",
+    "uint8 that are divided, or shifted to the right, are rounded to the nearest number if there are 16 or more",
+    "openvino",
+    "2026.4.1",
+    affected=">=2026.4",
+    probe=probes.differs(probes.run_openvino, probes.evaluate, {"x": np.arange(64, dtype=np.uint8).reshape(4, 16)}),
+    guard="pipeline/engines/openvino/rewrites.py",
+)
+def rounded_quotients() -> Graphs:
+    head = "(uint8[N,16] x) => (uint8[N,16] y) <uint8 one = {1}, float half = {0.5}>"
+    return Graphs(
+        graph(f'{head} {{ y = BitShift<direction="RIGHT">(x, one) }}'),
+        graph(f"{head} {{ f = Cast<to=1>(x) h = Mul(f, half) r = Round(h) y = Cast<to=2>(r) }}"),
+    )
