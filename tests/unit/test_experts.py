@@ -9,9 +9,12 @@ import pytest
 import torch
 
 from enginesmith.pipeline.frameworks.onnx import edit, evaluator
+from enginesmith.pipeline.passes.rescale.smooth_quant import Smooth, smooth
 from exporting import exported, loaded
+from graphs import difference, measure_ranges, node, normal, save_graph
 
 _EXPERTS = 3
+_WIDTH = 16
 
 
 class Experts(torch.nn.Module):
@@ -42,3 +45,22 @@ def test_each_expert_is_a_product_of_its_rows_with_a_weight(tmp_path: Path) -> N
     weights = {weight.name: tuple(weight.dims) for weight in graph.initializer}
     products = [weights[node.input[1]] for node in graph.node if node.op_type == "MatMul"]
     assert products == [(4, 1024)] * _EXPERTS + [(1024, 4)] * _EXPERTS
+
+
+@pytest.mark.parametrize(("experts", "insert", "found"), [(1, False, (2, 1)), (3, False, (1, 0)), (3, True, (1, 1))])
+def test_what_all_experts_read_is_scaled_for_all(tmp_path: Path, experts: int, insert: bool, found: Any) -> None:
+    """Rows that each expert has of its own stay as they are."""
+    nodes = [node("LayerNormalization", "x scale shift", "v"), node("MatMul", "v w", "a"), node("MatMul", "v u", "b")]
+    weights = {
+        "scale": np.where(np.arange(_WIDTH) % 8 == 3, 30.0, 1.0).astype(np.float32),
+        "shift": normal(_WIDTH),
+        "w": normal(3, _WIDTH, 8),
+        "u": normal(_WIDTH, 8, seed=2),
+    }
+    before = save_graph(tmp_path, nodes, weights, "a b", opset=23, x=("n", experts, 5, _WIDTH))
+    x, model = normal(6 // experts, experts, 5, _WIDTH, seed=1), edit.load(before)
+    done = smooth(model, measure_ranges(before, x, "v", axis=-1), Smooth(alpha=0.5, insert=insert))
+    assert (done.all_products, done.values) == found
+    (tmp_path / "out").mkdir()
+    edit.save(model, tmp_path / "out")
+    assert difference(before, tmp_path / "out" / edit.FILE, x) < 1e-6

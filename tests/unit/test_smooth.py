@@ -602,15 +602,3 @@ def test_channels_that_no_weight_reads_stay_as_they_are(tmp_path: Path) -> None:
     assert done.values == 1
     assert weight(after, "scale")[1] == weights["scale"][1]
     assert difference(before, after, X) < 1e-6
-
-
-@pytest.mark.parametrize(("experts", "insert", "found"), [(1, False, (2, 1)), (3, False, (1, 0)), (3, True, (1, 1))])
-def test_what_all_experts_read_is_scaled_for_all(tmp_path: Path, experts: int, insert: bool, found: Any) -> None:
-    """Rows that each expert has of its own stay as they are."""
-    nodes = [node("LayerNormalization", "x scale shift", "v"), node("MatMul", "v w", "a"), node("MatMul", "v u", "b")]
-    weights = {"scale": uneven(), "shift": normal(WIDTH), "w": normal(3, WIDTH, 8), "u": normal(WIDTH, 8, seed=2)}
-    before = saved(tmp_path, nodes, weights, "a b", shape=("n", experts, 5, WIDTH))
-    x = X[:6].reshape(-1, experts, 5, WIDTH)
-    after, done = written(before, measured(before, "v", x=x), insert=insert)
-    assert (done.all_products, done.values) == found
-    assert difference(before, after, x) < 1e-6
