@@ -300,7 +300,7 @@ def open_dataset(
             raise _explain_missing_labels(raw, missing[0], raw.label_keys or [key for key in raw.arrays if key in free])
     whole = {spec.name: check_shared(raw.name, spec, arrays.pop(spec.name)) for spec in shared if spec.name in arrays}
     missed = [spec for spec in shared if spec.name not in whole]
-    feeds = check_arrays(raw.name, arrays, [*inputs, *missed], [key for key in options.label_keys if key in own])
+    feeds = check_arrays(raw.name, arrays, [*inputs, *missed], [*own])
     rows = len(next(iter(feeds.values())))
     checked = {key: check_labels(raw.name, key, array, rows) for key, array in own.items()}
     binary = [key for key, labels in checked.items() if raw.labels is None and are_binary_masks(labels)]

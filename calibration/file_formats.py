@@ -44,7 +44,7 @@ def check_arrays(
 ) -> dict[str, Rows]:
     """Check arrays, and return them in the order of ``inputs``, cast where that is safe.
 
-    ``labels`` are the names of labels that were asked for and are there.
+    ``labels`` are the names of the labels that are there.
 
     Raises:
         DataError: names ``source`` and says what was given, what was expected, and what to do.
@@ -66,9 +66,9 @@ def check_names(source: str, names: Iterable[str], inputs: Sequence[TensorSpec],
     """
     wanted = [spec.name for spec in inputs]
     if wanted:
-        given = {*names}
-        right = [name for name in labels if name in given and name not in wanted]
-        _check_names(source, given - ({*(labels or [LABELS])} - {*wanted}), wanted, right)
+        given, found = {*names}, {*(labels or [LABELS])} - {*wanted}
+        right = [name for name in labels or [LABELS] if name in given & found]
+        _check_names(source, given - found, wanted, right)
 
 
 def check_shared(source: str, spec: TensorSpec, array: Rows) -> Array:
@@ -97,9 +97,14 @@ def _check_names(source: str, names: Iterable[str], wanted: Sequence[str], label
 
 
 def _likely_labels(given: Iterable[str], wanted: Sequence[str], labels: Sequence[str]) -> str:
-    """Suggest arrays that may hold labels, where all inputs are there; ``labels`` were named already."""
+    """Suggest arrays that may hold labels, where all inputs are there; ``labels`` were found already.
+
+    What is beside those of the usual name is more likely an input that the model was not given.
+    """
     others = sorted({*given} - {*wanted}) if {*wanted} <= {*given} else []
     likely = [name for name in _LIKELY_LABELS if name in others] or (others if len(others) == 1 else [])
+    if [*labels] == [LABELS]:
+        return ""
     if labels and others:
         return f"did you mean --labels {','.join([*labels, *others])}? Else "
     if others and not likely:

@@ -50,7 +50,9 @@ class TensorSpec(BaseModel, frozen=True):
             raise UsageError(f"cannot read the input {text!r}", "write it as name:dtype:batch,3,224,224")
         name, dtype, dims = parts
         if dtype not in DTYPES:
-            raise UsageError(f"input {name!r} has the unknown dtype {dtype!r}", f"use one of {', '.join(DTYPES)}")
+            cast = "" if dtype != "bfloat16" else ": give it in float32, and cast it to bfloat16 inside the model"
+            remedy = f"use one of {', '.join(DTYPES)}{cast}"
+            raise UsageError(f"input {name!r} has the dtype {dtype!r}, which inputs and outputs cannot be", remedy)
         return cls(name=name, dtype=dtype, shape=tuple(_dim(text, d) for d in dims.split(",") if dims))
 
     @property

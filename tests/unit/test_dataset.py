@@ -400,6 +400,14 @@ class TestOpen:
             with pytest.raises(DataError, match=advice):
                 check()
 
+    def test_what_is_beside_labels_is_not_called_labels(self, saved):
+        place = saved(image=rows(), token_type_ids=np.zeros((5, 3), np.int64), labels=np.arange(5))
+        for check in (lambda: open_dataset(place, IMAGE), lambda: check_readable(place, Request(IMAGE))):
+            with pytest.raises(DataError, match="holds 'image', 'token_type_ids'") as caught:
+                check()
+            assert "--labels" not in str(caught.value)
+            assert "--input" in str(caught.value)
+
     def test_labels_that_are_asked_for_and_not_there(self, saved):
         place, options = saved(image=rows()), DataOptions(labels="y")
         with pytest.raises(DataError, match=r"no labels 'y', and nothing else.*\n.*omit --labels"):
