@@ -19,7 +19,7 @@ from enginesmith.pipeline.frameworks.onnx import coverage, shapes
 from enginesmith.pipeline.frameworks.records import Coverage, describe_fallback
 from enginesmith.pipeline.system.device import Device
 from enginesmith.pipeline.tasks.base import read_records
-from enginesmith.pipeline.tasks.verify import Audit
+from enginesmith.pipeline.tasks.build import Audit
 from enginesmith.pipeline.tensors import ShapeRange, Signature, TensorSpec
 from enginesmith.pipeline.workflows.inspect import inspect
 from graphs import parse_graph

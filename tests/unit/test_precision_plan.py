@@ -404,7 +404,7 @@ def test_a_metric_is_not_computed_where_outputs_differ_too_much(
 
     def judge(*given: Any) -> tuple[Any, dict[str, Any], tuple[Path, ...]]:
         computed.append(given)
-        return SimpleNamespace(drop=0.02, seen_high=0.03), {}, ()
+        return SimpleNamespace(drop=0.02, seen_high=0.03, count_missing=lambda max_drop: 0), {}, ()
 
     compared = Fidelity(passed=passed, sqnr_db=9.0, outputs=(OutputFidelity(name="y", sqnr_db=9.0, passed=passed),))
     monkeypatch.setattr(Goal, "_compare", lambda *given: compared)
