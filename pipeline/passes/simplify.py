@@ -72,12 +72,28 @@ def simplify_file(path: Path, out: Path, external_data_bytes: int, progress: Pro
                 raise ModelError("the signature changed")
             compare_graphs(path, simplified)
         except (EnginesmithError, *_FAILURES) as error:
-            return edit.pass_on(path, out, f"passed on unchanged: {error}")
+            reason = error.message if isinstance(error, EnginesmithError) else error
+            return edit.pass_on(path, out, f"passed on unchanged: {reason}")
         for file in list(Path(scratch).iterdir()):
             file.rename(out / file.name)
     counts = {"means written as pooling": rewritten.pooled, "factors folded into weights": rewritten.folded}
     summary = "; ".join([f"{given} → {left} nodes", *(f"{what}: {count}" for what, count in counts.items() if count)])
     return Effect(file=edit.FILE, summary=summary, signature=model_file.signature(out / edit.FILE))
+
+
+def _keep_constants(model: "ir.Model") -> None:
+    """Put constants back that nodes read, and that others took the place of.
+
+    Two of onnxscript 0.7.2's rules give a new shape the name of what is reshaped and of the result: of a Flatten behind
+    two Reshapes, the second constant removes the first.
+    """
+    names = edit.Names(model.graph)
+    read = (value for graph in model.graphs() for node in graph for value in node.inputs if value is not None)
+    for value in read:
+        constant = value.const_value is not None and value.producer() is None
+        if constant and not (value.is_initializer() or value.is_graph_input()):
+            value.name = names.new(value.name or "constant")
+            model.graph.register_initializer(value)
 
 
 # Shape arithmetic that the dynamic dimensions do not need.
@@ -284,6 +300,7 @@ def rewrite(model: "ir.Model") -> Rewritten:
     for _ in range(_ROUNDS):  # each of these opens ways for the others, until nothing disappears any more
         optimizer.fold_constants(model, input_size_limit=_SMALL, output_size_limit=_NO_LIMIT, should_fold=_should_fold)
         rewriter.rewrite(model)
+        _keep_constants(model)
         absorb_heads(model)
         simplify_shapes(model)
         common.RemoveUnusedNodesPass()(model)

@@ -91,6 +91,21 @@ def test_an_input_that_is_an_output_as_it_is_keeps_its_name(tmp_path: Path) -> N
     assert not notes
 
 
+def test_shapes_of_reshapes_and_of_a_flatten_behind_them_are_kept_apart(tmp_path: Path) -> None:
+    """The rewriter gives the constants of both the name of the value in between."""
+    nodes = [
+        *(helper.make_node("Relu", ["x"], ["r"]), helper.make_node("Reshape", ["r", "first"], ["m"])),
+        *(helper.make_node("Reshape", ["m", "second"], ["o"]), helper.make_node("Exp", ["o"], ["y"])),
+        *(helper.make_node("Flatten", ["o"], ["f"], axis=2), helper.make_node("Neg", ["f"], ["z"])),
+    ]
+    outputs = [tensor("y", ["batch", 2, 60]), tensor("z", [None, 60])]
+    weights = {"first": np.array([0, 24, 5]), "second": np.array([-1, 2, 60])}
+    path = saved(tmp_path, nodes, [tensor("x", ["batch", 4, 6, 5])], outputs, weights, opset=17, ir_version=8)
+    model, notes = simplified(path)
+    assert notes == ()
+    assert sorted(operators(model)) == ["Exp", "Neg", "Relu", "Reshape", "Reshape"]
+
+
 def test_a_graph_that_names_the_standard_domain_in_full_is_simplified(tmp_path: Path) -> None:
     nodes = [helper.make_node("Identity", ["x"], ["a"]), helper.make_node("Relu", ["a"], ["y"])]
     path = saved(tmp_path, nodes, [tensor("x", [3])], [tensor("y", [3])])
