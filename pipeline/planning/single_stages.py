@@ -64,20 +64,22 @@ def precision_steps(resolved: ResolvedRecipe) -> tuple[tuple[Step, ...], Lowered
     """
     recipe = resolved.recipe
     anywhere = resolved.updated(targets=(PORTABLE,))  # a graph is the same for all of them
-    lowered = [variant for variant in list_variants(anywhere, recipe.engines, cast=False) if variant.lowering]
-    if len(lowered) != 1:
+    variants = [each for each in list_variants(anywhere, recipe.engines, cast=False) if each.lowering]
+    graphs = {(each.lowering, each.name.quantizer, each.engine.name) for each in variants}
+    if len(graphs) != 1:
         raise UsageError(
-            f"{len(lowered)} graphs are asked for, and one file is written", "give one --precision and one --engine"
+            f"{len(graphs)} graphs are asked for, and one file is written", "give one --precision and one --engine"
         )
+    variant = variants[0]  # others differ in how an engine runs the graph
     graph, checks, steps = _graph_steps(resolved)
     first = list(first_steps(resolved))
     original = Variant(VariantName("baseline"), baseline_of(resolved.source), "fp32", LOAD, device=recipe.where)
-    quality = quality_step(recipe, lowered[0], original.name, for_search=True)
+    quality = quality_step(recipe, variant, original.name, for_search=True)
     if recipe.budgets.max_drop is not None and (own := quality_step(recipe, original, original.name, for_search=True)):
         first.append(own)
-    if lowered[0].engine.needs_shapes:
+    if variant.engine.needs_shapes:
         first.append(shapes_step(recipe))
-    lowering = lower_precision(resolved, lowered[0], graph, quality)
+    lowering = lower_precision(resolved, variant, graph, quality)
     return (*first, *steps, *lowering.steps), replace(lowering, checks=(*checks, *lowering.checks))
 
 

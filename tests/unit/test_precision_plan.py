@@ -25,7 +25,7 @@ from enginesmith.pipeline.planning.plan import Plan, Step
 from enginesmith.pipeline.planning.planner import plan
 from enginesmith.pipeline.planning.race import searching_seconds
 from enginesmith.pipeline.planning.single_stages import precision_steps, sparsify_steps
-from enginesmith.pipeline.planning.variants import resolve_recipe
+from enginesmith.pipeline.planning.variants import list_variants, resolve_recipe
 from enginesmith.pipeline.recipe import make
 from enginesmith.pipeline.store.store import Store
 from enginesmith.pipeline.system import software
@@ -324,6 +324,13 @@ def test_one_graph_at_a_time_is_written() -> None:
         precision_steps(resolve_recipe(make({"model": "digits", "precisions": ["int8", "fp16"]})))
     with pytest.raises(UsageError, match="0 graphs"):
         precision_steps(resolve_recipe(make({"model": "digits", "precisions": ["fp32"]})))
+
+
+def test_a_graph_that_an_engine_runs_in_two_ways_is_one() -> None:
+    recipe = resolve_recipe(make({"model": "digits", "precisions": ["int4-weights"]}))
+    lowered = [variant for variant in list_variants(recipe, recipe.recipe.engines) if variant.lowering]
+    assert len(lowered) == 2
+    assert precision_steps(recipe)[1].graph == "precision-int4-weights-onnxruntime"
 
 
 def test_a_graph_for_tensorrt_needs_no_target() -> None:
