@@ -40,6 +40,8 @@ _LENGTH_SIZES = (_EXAMPLE_SIZE, 64, 512, 4096)
 does its half; frames of sound are some hundred numbers long."""
 _LARGE = 1000
 """Largest magnitude of made-up whole numbers of more than 8 bits: no product of two leaves 32 bits."""
+_ALMOST = 1e-6
+"""Distance from 0 and 1 below which a score is one of them."""
 _SETTINGS = ("sr", "sample_rate", "sampling_rate")
 """Names of single numbers of which a model takes few."""
 _CHANNELS = (1, 3)
@@ -157,7 +159,7 @@ def widen_numbers(
         wide[name] = np.asarray(rng.integers(low, high, value.shape, value.dtype, endpoint=True))
         spans.append(f"{name!r} has whole numbers from {low} to {high} in them")
     made = "the samples are made up, and "
-    if refusal := _find_refusal(session, cases, wide, seed):
+    if refusal := _find_refusal(session, cases, example, wide, seed):
         names = ", ".join(map(repr, narrow))
         return dict(example), [
             f"{made}{names} has only 0 and 1 in them, as the model {refusal}: other numbers are verified if samples "
@@ -166,16 +168,31 @@ def widen_numbers(
     return wide, [f"{made}{', '.join(spans)}; --eval DATA gives real ones"]
 
 
-def _find_refusal(session: Session, cases: Sequence[samples.Case], example: Feeds, seed: int) -> str:
-    """Say what a model does with made-up feeds that it does not take: fail, or answer NaN or infinity; else empty."""
+def _find_refusal(session: Session, cases: Sequence[samples.Case], narrow: Feeds, wide: Feeds, seed: int) -> str:
+    """Say what a model does with large made-up numbers that it does not take, empty if it does.
+
+    It fails, answers NaN or infinity, or answers with 0 and 1 alone, which hide whatever an engine gets wrong.
+    """
     for case in cases:
+        small, large = (samples.feeds_for(case, session.signature, each, None, seed) for each in (narrow, wide))
         try:
-            answers = session.run(samples.feeds_for(case, session.signature, example, None, seed))
+            answers = session.run(large)
         except ModelError as error:
             return f"refuses larger ones ({error.message})"
         if any(value.dtype.kind == "f" and not np.isfinite(value).all() for value in answers.values()):
             return "answers NaN or infinity to larger ones"
+        usual = session.run(small)
+        if any(_measure_saturation(answers[name]) > 2 * _measure_saturation(usual[name]) + 0.1 for name in usual):
+            return "answers hardly anything but 0 and 1 to larger ones"
     return ""
+
+
+def _measure_saturation(answer: Array) -> float:
+    """Compute the share of 0, 1 and -1 in what may be probabilities, scores or signs; 0 for other numbers."""
+    sizes = np.abs(answer.astype(np.float64)) if answer.dtype.kind == "f" else np.empty(0)
+    if not sizes.size or sizes.max() > 1:
+        return 0.0
+    return float(np.mean((sizes < _ALMOST) | (sizes > 1 - _ALMOST)))
 
 
 def _find_smallest_size(spec: TensorSpec, signature: Signature, ranges: Mapping[str, ShapeRange]) -> int:

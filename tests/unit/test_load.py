@@ -319,6 +319,16 @@ def test_what_is_not_in_the_engine_is_asked_of_the_original(opened: Load, named:
         model.as_module()(x, scale, **named)
 
 
+def test_none_in_the_place_of_a_default_is_asked_of_the_original(opened: Load) -> None:
+    net, x, scale = opened("y").as_module(Encoder()), torch.ones(2, 4), torch.full((2, 1), 3.0)
+    with pytest.warns(UserWarning, match="double is None, and the engine computes what the module does without double"):
+        assert torch.equal(net(scale, x, None), x * 3)
+    net(scale, x, double=None)
+    assert net.fallbacks == 2
+    net(scale, x, other=None)  # among keywords of any name
+    assert net.fallbacks == 2
+
+
 def test_an_input_that_is_missing_is_not_made_up(opened: Load) -> None:
     with pytest.raises(CallError, match="it was called without scale"):
         opened("y").as_module()(x=torch.ones(2, 4))

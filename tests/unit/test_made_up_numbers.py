@@ -179,7 +179,7 @@ def test_quantities_are_told_from_indices_and_masks(
     assert bool(model_file.list_quantities(made.path, made.model_signature)) == found
 
 
-@pytest.mark.parametrize("name", ["attention_mask", "has_flags"])
+@pytest.mark.parametrize("name", ["attention_mask", "has_flags", "keep"])
 def test_numbers_that_are_called_masks_are_no_quantities(tmp_path: Path, name: str) -> None:
     body = f'y = BitShift <direction = "RIGHT"> ({name}, two)'
     made = save_quantities(tmp_path / "model.onnx", "uint8", "uint8", body, name)
@@ -199,6 +199,13 @@ def test_numbers_that_are_called_masks_are_no_quantities(tmp_path: Path, name: s
             "a = Cast <to = 1> (x) y = Sqrt(a)",
             (0, 1),
             "only 0 and 1 in them, as the model answers NaN",
+        ),
+        (
+            "int16",
+            "float",
+            "a = Cast <to = 1> (x) y = Sigmoid(a)",
+            (0, 1),
+            "only 0 and 1 in them, as the model answers hardly anything but 0 and 1 to",
         ),
     ],
 )

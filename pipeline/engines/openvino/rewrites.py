@@ -64,12 +64,14 @@ def _find_softplus_input(node: Any) -> Any:
 
 
 def _is_mish(node: Any, source: Any) -> bool:
-    """Tell whether softplus(x) is read by nothing but x tanh(softplus(x))."""
-    tangents = [reader.get_node() for reader in node.output(0).get_target_inputs()]
-    products = [reader.get_node() for each in tangents for reader in each.output(0).get_target_inputs()]
-    return {each.get_type_name() for each in tangents} == {"Tanh"} and all(
-        each.get_type_name() == "Multiply" and source in (each.input_value(0), each.input_value(1)) for each in products
-    )
+    """Tell whether softplus(x) is read by nothing but x tanh(softplus(x)), of which OpenVINO makes one operation."""
+    value = node
+    for kind in ("Tanh", "Multiply"):
+        readers = [reader.get_node() for reader in value.output(0).get_target_inputs()]
+        if [each.get_type_name() for each in readers] != [kind]:
+            return False
+        value = readers[0]
+    return source in (value.input_value(0), value.input_value(1))
 
 
 def _compute_softplus(x: Any, name: str) -> Any:

@@ -405,7 +405,7 @@ _OF_FEATURES = (
 """Operators whose first input is quantized numbers, or features."""
 _OF_ALIKE = ("Add", "Sub", "Mul", "Max", "Min", "Sum", "Concat", "BitwiseAnd", "BitwiseOr", "BitwiseXor")
 """Operators all of whose inputs may be numbers; of others, the first alone."""
-_MASKS = ("mask", "flag")
+_MASKS = ("mask", "flag", "keep", "valid", "pad", "visible", "present")
 
 
 def list_quantities(path: Path, signature: Signature) -> tuple[str, ...]:
@@ -434,7 +434,7 @@ def _are_quantities(name: str, readers: "Mapping[str, list[onnx.NodeProto]]", *,
             kind, is_first = node.op_type, value not in node.input[1:]
             if kind in choices.SHAPES or (kind in _OF_FEATURES and is_first):
                 continue
-            cast = dtype_name(node.attribute[0].i) if kind == "Cast" else "int"
+            cast = dtype_name(next(each.i for each in node.attribute if each.name == "to")) if kind == "Cast" else "int"
             if kind not in (*_CARRYING, *_OF_NUMBERS) or not (is_first or kind in _OF_ALIKE):
                 return False
             if "int" in cast:

@@ -165,19 +165,26 @@ class _Caller:
                 named |= bound.arguments[name]
         if named.keys() <= {*self._inputs}:
             return arguments, named
-        kept = (name for name, value in named.items() if name in self._inputs or not self._is_usual(name, value))
+        kept = [name for name, value in named.items() if name in self._inputs or not self._is_usual(name, value)]
+        for name in kept:
+            if (
+                named[name] is None and name not in self._inputs
+            ):  # which a loaded engine leaves out
+                message = f"{name} is None, and the engine computes what the module does without {name}"
+                raise CallError(message, "leave it out, or give the default")
         return arguments, {name: named[name] for name in kept}
 
     def _is_usual(self, name: str, value: Any) -> bool:
         """Tell whether a keyword that is no input asks for nothing but what the engine computes."""
-        if value is None:
-            return True
         if name == _NAMES_OUTPUTS:
-            return value is self._names_outputs
-        default = self._parameters[name].default if name in self._parameters else None
+            return value is None or value is self._names_outputs
+        known = name in self._parameters
+        if not known and not any(each.kind is Parameter.VAR_KEYWORD for each in self._parameters.values()):
+            return False
+        default = self._parameters[name].default if known else None
         if isinstance(value, (bool, int, float, str)) and type(default) is type(value):
             return bool(default == value)
-        return value is False and name.startswith(_MORE_OUTPUTS)
+        return default is None and (value is None or (value is False and name.startswith(_MORE_OUTPUTS)))
 
 
 def _read_signature(eager: nn.Module | None, inputs: Sequence[str]) -> Signature:
