@@ -11,6 +11,7 @@ import numpy as np
 
 from enginesmith.calibration.file_formats import (
     LABELS,
+    LIKELY_LABELS,
     check_arrays,
     check_labels,
     check_shared,
@@ -27,7 +28,7 @@ from enginesmith.calibration.options import AS_FOUND, DataOptions, PartName, Par
 from enginesmith.calibration.ranges import Provenance
 from enginesmith.calibration.sources import RawData, Request, Split
 from enginesmith.pipeline.errors import DataError
-from enginesmith.pipeline.tensors import Array, Feeds, TensorSpec, rows_first, split_inputs
+from enginesmith.pipeline.tensors import Array, Feeds, InputChoice, TensorSpec, rows_first, split_inputs
 from enginesmith.pipeline.units import name_some
 
 __all__ = ["DataOptions", "Dataset", "Split", "embedded", "open_dataset", "synthetic", "validate_for_calibration"]
@@ -271,6 +272,7 @@ def open_dataset(
     *,
     split: Split = "calibration",
     options: DataOptions = AS_FOUND,
+    choose: InputChoice | None = None,
 ) -> Dataset:
     """Open the data that ``reference`` names, and check it with the model's inputs.
 
@@ -282,14 +284,18 @@ def open_dataset(
             input. Inputs without a batch are given once for all samples, with the shape that the model takes.
         split: what an embedded set without a split means.
         options: how images and texts are made into arrays, and which array holds the labels.
+        choose: chooses other inputs than ``inputs``, where the model can do with others.
 
     Raises:
         DataError: not found, not readable, or not what the model takes.
         MissingCapability: the form of the data needs a package that is not installed.
     """
-    axes, (rowed, shared) = find_axes(inputs), split_inputs(inputs)
-    inputs = [spec.as_row for spec in rowed]
-    raw = read(reference, Request([*inputs, *shared], split, options))
+    rowed, shared = split_inputs(inputs)
+    raw = read(reference, Request([*(spec.as_row for spec in rowed), *shared], split, options))
+    if choose:
+        inputs = choose(_describe_arrays(raw, options))
+        rowed, shared = split_inputs(inputs)
+    axes, inputs = find_axes(inputs), [spec.as_row for spec in rowed]
     arrays = dict(raw.arrays)
     own: dict[str, Rows] = {} if raw.labels is None else {LABELS: raw.labels}
     if not own:
@@ -300,7 +306,7 @@ def open_dataset(
             raise _explain_missing_labels(raw, missing[0], raw.label_keys or [key for key in raw.arrays if key in free])
     whole = {spec.name: check_shared(raw.name, spec, arrays.pop(spec.name)) for spec in shared if spec.name in arrays}
     missed = [spec for spec in shared if spec.name not in whole]
-    feeds = check_arrays(raw.name, arrays, [*inputs, *missed], [*own])
+    feeds = check_arrays(raw.name, arrays, [*inputs, *missed], [*own], free_inputs=choose is not None)
     rows = len(next(iter(feeds.values())))
     checked = {key: check_labels(raw.name, key, array, rows) for key, array in own.items()}
     binary = [key for key, labels in checked.items() if raw.labels is None and are_binary_masks(labels)]
@@ -332,6 +338,13 @@ def open_dataset(
         class_names=raw.class_names,
     )
     return take_part(data, options, splits=has_splits(reference)) if isinstance(options, PartOptions) else data
+
+
+def _describe_arrays(raw: RawData, options: DataOptions) -> list[TensorSpec]:
+    """Describe the arrays that may be inputs: all that neither are labels nor are likely to be."""
+    labels = {*options.label_keys, *LIKELY_LABELS}
+    found = {name: array for name, array in raw.arrays.items() if name not in labels}
+    return [TensorSpec(name=name, dtype=str(each.dtype), shape=tuple(each.shape)) for name, each in found.items()]
 
 
 def _explain_missing_labels(raw: RawData, key: str, others: Sequence[str]) -> DataError:

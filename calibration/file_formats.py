@@ -29,27 +29,37 @@ from enginesmith.pipeline.tensors import (
     find_misfit,
     is_sum,
     list_words,
+    write_options,
 )
 
 _FIRST_LOOK_BYTES = 1 << 20
 """Most data differ within that; images are not decoded for more."""
 LABELS = "labels"
 """The array of labels, where no other was named."""
-_LIKELY_LABELS = ("label", "y", "target", "targets", "class", "classes", LABELS)
+LIKELY_LABELS = ("label", "y", "target", "targets", "class", "classes", LABELS)
+"""Names of arrays that are taken for labels."""
+_TOKEN_ARRAYS = {"input_ids", "attention_mask", "token_type_ids", "position_ids"}
+"""Names of arrays that tokenizers make: inputs, also where the model was not given them."""
 _REAL = "give samples like those that the model will see"
 
 
 def check_arrays(
-    source: str, arrays: Mapping[str, Rows], inputs: Sequence[TensorSpec], labels: Sequence[str] = ()
+    source: str,
+    arrays: Mapping[str, Rows],
+    inputs: Sequence[TensorSpec],
+    labels: Sequence[str] = (),
+    *,
+    free_inputs: bool = False,
 ) -> dict[str, Rows]:
     """Check arrays, and return them in the order of ``inputs``, cast where that is safe.
 
-    ``labels`` are the names of the labels that are there.
+    ``labels`` are the names of the labels that are there. ``free_inputs``: the model may be given others.
 
     Raises:
         DataError: names ``source`` and says what was given, what was expected, and what to do.
     """
-    _check_names(source, arrays, [spec.name for spec in inputs], labels)
+    others = f"; or describe other inputs, all of them: these are {write_options(inputs)}" if free_inputs else ""
+    _check_names(source, arrays, [spec.name for spec in inputs], labels, others)
     feeds: dict[str, Rows] = {}
     _check_shapes(source, arrays, inputs)
     for spec in inputs:
@@ -68,7 +78,17 @@ def check_names(source: str, names: Iterable[str], inputs: Sequence[TensorSpec],
     if wanted:
         given, found = {*names}, {*(labels or [LABELS])} - {*wanted}
         right = [name for name in labels or [LABELS] if name in given & found]
-        _check_names(source, given - found, wanted, right)
+        _check_names(source, given - found, wanted, right, _suggest_inputs(given, inputs))
+
+
+def _suggest_inputs(given: Iterable[str], inputs: Sequence[TensorSpec]) -> str:
+    """Suggest ``--input`` for all inputs, with what tokenizers make besides and the data has; empty without that."""
+    more = sorted({*given} & _TOKEN_ARRAYS - {spec.name for spec in inputs})
+    like = next((spec for spec in inputs if spec.name in _TOKEN_ARRAYS), None)
+    if not more or not like:
+        return ""
+    options = write_options([*inputs, *(like.model_copy(update={"name": name}) for name in more)])
+    return f"; or, if the model takes {', '.join(more)}, too: {options}"
 
 
 def check_shared(source: str, spec: TensorSpec, array: Rows) -> Array:
@@ -86,13 +106,14 @@ def check_shared(source: str, spec: TensorSpec, array: Rows) -> Array:
     return whole
 
 
-def _check_names(source: str, names: Iterable[str], wanted: Sequence[str], labels: Sequence[str]) -> None:
+def _check_names(source: str, names: Iterable[str], wanted: Sequence[str], labels: Sequence[str], others: str) -> None:
+    """Compare names; ``others`` ends the remedy, where the model may take other inputs."""
     if set(names) != set(wanted):
         raise DataError(
             f"{source} holds {_join(names)}, and the model takes {_join(wanted)}",
             _likely_labels(names, wanted, labels)
             + "name the arrays after the model's inputs (or those after the arrays, where --input names them), and "
-            "leave out what is neither an input nor the labels",
+            f"leave out what is neither an input nor the labels{others}",
         )
 
 
@@ -101,8 +122,8 @@ def _likely_labels(given: Iterable[str], wanted: Sequence[str], labels: Sequence
 
     What is beside those of the usual name is more likely an input that the model was not given.
     """
-    others = sorted({*given} - {*wanted}) if {*wanted} <= {*given} else []
-    likely = [name for name in _LIKELY_LABELS if name in others] or (others if len(others) == 1 else [])
+    others = sorted({*given} - {*wanted} - _TOKEN_ARRAYS) if {*wanted} <= {*given} else []
+    likely = [name for name in LIKELY_LABELS if name in others] or (others if len(others) == 1 else [])
     if [*labels] == [LABELS]:
         return ""
     if labels and others:

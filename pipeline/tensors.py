@@ -2,7 +2,7 @@
 
 import math
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Literal, Protocol
 
 import numpy as np
@@ -98,6 +98,10 @@ class TensorSpec(BaseModel, frozen=True):
     def is_length(self) -> bool:
         """Tell whether this number says, by its name, how long the sample is."""
         return self.is_number and any(word in self.name.lower() for word in _LENGTHS)
+
+
+InputChoice = Callable[[Sequence[TensorSpec]], Sequence[TensorSpec]]
+"""Choose inputs of a model by the arrays that there are for them, samples first."""
 
 
 def write_options(specs: Iterable[TensorSpec]) -> str:

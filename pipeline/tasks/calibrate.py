@@ -27,7 +27,7 @@ from enginesmith.pipeline.passes.quantize.activation_capture import (
     open_activation_capture,
 )
 from enginesmith.pipeline.tasks.base import Inputs, Task
-from enginesmith.pipeline.tensors import Array, Signature, TensorSpec, rows_first, split_inputs
+from enginesmith.pipeline.tensors import Array, InputChoice, Signature, TensorSpec, rows_first, split_inputs
 
 Split = Literal["train", "calibration", "test"]
 _MADE_UP = "the samples are random: the ranges are good for measuring speed, and not accuracy"
@@ -57,11 +57,15 @@ class Feeding:
 
 
 def open_data(
-    reference: str, inputs: Sequence[TensorSpec], split: Split, options: DataOptions
+    reference: str,
+    inputs: Sequence[TensorSpec],
+    split: Split,
+    options: DataOptions,
+    choose: InputChoice | None = None,
 ) -> tuple[Dataset, tuple[Path, ...]]:
     """Open data, with the files and folders that it was read from."""
     with track_files(allow_pickle=False) as tracker:
-        data = open_dataset(reference, inputs, split=split, options=options)
+        data = open_dataset(reference, inputs, split=split, options=options, choose=choose)
     files = (path for path in tracker.files if path.suffix != ".py" or is_reference(reference))
     return data, (*sorted(files), *data.folders)
 

@@ -25,7 +25,7 @@ from enginesmith.pipeline.passes.base import Progress
 from enginesmith.pipeline.tasks.base import Inputs, Task
 from enginesmith.pipeline.tasks.calibrate import open_data
 from enginesmith.pipeline.tasks.examples import choose_sizes, draw_feeds, make_example, plan_draws
-from enginesmith.pipeline.tensors import Feeds, ShapeRange, Signature, TensorSpec
+from enginesmith.pipeline.tensors import Feeds, InputChoice, ShapeRange, Signature, TensorSpec
 
 SHAPES = "shapes"
 """Role of the record of :class:`Shapes` in a task that takes it."""
@@ -83,9 +83,9 @@ class Load(_FromSource):
         )
         read: Sequence[Path] = ()
 
-        def read_rows(specs: Sequence[TensorSpec]) -> tuple[Feeds, Sequence[Path]]:
+        def read_rows(specs: Sequence[TensorSpec], choose: InputChoice | None = None) -> tuple[Feeds, Sequence[Path]]:
             nonlocal read
-            rows, read = self._read_rows(specs)
+            rows, read = self._read_rows(specs, choose)
             return rows, read
 
         progress(f"building {self.source.text}")
@@ -104,9 +104,9 @@ class Load(_FromSource):
             packages=loaded.packages,
         )
 
-    def _read_rows(self, specs: Sequence[TensorSpec]) -> tuple[Feeds, Sequence[Path]]:
+    def _read_rows(self, specs: Sequence[TensorSpec], choose: InputChoice | None) -> tuple[Feeds, Sequence[Path]]:
         assert self.data is not None
-        data, files = open_data(self.data, specs, "calibration", self.data_options)
+        data, files = open_data(self.data, specs, "calibration", self.data_options, choose)
         signature = Signature(inputs=tuple(specs), outputs=())
         count = _EXAMPLE_ROWS if samples.batch_symbol(signature) else samples.fixed_batch(signature)
         return data.batch(0, count), files

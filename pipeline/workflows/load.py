@@ -173,6 +173,8 @@ class LoadedModel:
         shapes: tuple[Any, ...] = ()
         for value in values:
             if type(value) is not np.ndarray:
+                if any(value is None for value in values):
+                    raise self._explain_call((), dict(zip(self._inputs, values, strict=True)))
                 values, convert = _to_arrays(values, self.signature.inputs)
                 shapes = tuple(fact for value in values for fact in (value.dtype, value.shape))
                 break
@@ -191,7 +193,7 @@ class LoadedModel:
         return self._pack([convert(output) for output in outputs] if convert else outputs)
 
     def _order(self, arguments: tuple[Any, ...], named: dict[str, Any]) -> Sequence[Any]:
-        named = {name: value for name, value in named.items() if value is not None or name in self._inputs}
+        named = {name: value for name, value in named.items() if value is not None}
         values = dict(zip(self._inputs, arguments, strict=False)) | named
         if len(arguments) + len(named) != len(self._inputs) or values.keys() != set(self._inputs):
             raise self._explain_call(arguments, named)
@@ -204,7 +206,7 @@ class LoadedModel:
             message = f"the model's inputs are {', '.join(inputs)}; it was called with a mapping"
             return CallError(message, "unpack the mapping: model(**inputs)")
         first = inputs[: len(arguments)]
-        missing = [name for name in inputs if name not in {*first, *named}]
+        missing = [name for name in inputs if name not in first and named.get(name) is None]
         faults = [
             f"without {', '.join(missing)}" if missing else "",
             f"with {len(arguments)} in order" if len(arguments) > len(self._inputs) else "",

@@ -408,6 +408,33 @@ class TestOpen:
             assert "--labels" not in str(caught.value)
             assert "--input" in str(caught.value)
 
+    def test_what_tokenizers_make_is_an_input_and_no_labels(self, saved):
+        inputs = [TensorSpec.parse("input_ids:int64:batch,length")]
+        place = saved(input_ids=np.ones((5, 3), np.int64), token_type_ids=np.ones((5, 3), np.int64))
+        with pytest.raises(DataError) as caught:
+            check_readable(place, Request(inputs))
+        assert "--labels" not in str(caught.value)
+        more = "--input input_ids:int64:batch,length --input token_type_ids:int64:batch,length"
+        assert str(caught.value).endswith(f"if the model takes token_type_ids, too: {more}")
+
+    @pytest.mark.parametrize("labels", ["labels", "y"])
+    def test_inputs_may_be_chosen_by_the_arrays_that_are_no_labels(self, saved, labels):
+        place = saved(**{"image": rows(), "mask": np.ones((5, 2), np.float32), labels: np.arange(5)})
+        seen = []
+
+        def choose(arrays):
+            seen.extend(map(str, arrays))
+            return [*IMAGE, TensorSpec.parse("mask:float32:batch,2")]
+
+        data = open_dataset(place, IMAGE, options=DataOptions(labels=labels), choose=choose)
+        assert seen == [f"image:float32:{','.join(map(str, rows().shape))}", "mask:float32:5,2"]
+        assert list(data.arrays) == ["image", "mask"]
+        assert data.labels.tolist() == [0, 1, 2, 3, 4]
+        if labels == "y":  # which looks like labels, also where it is not named
+            with pytest.raises(DataError, match=r"--labels y.* all of them: these are --input image:.* --input mask:"):
+                open_dataset(place, IMAGE, choose=choose)
+            assert seen[2:] == seen[:2]
+
     def test_labels_that_are_asked_for_and_not_there(self, saved):
         place, options = saved(image=rows()), DataOptions(labels="y")
         with pytest.raises(DataError, match=r"no labels 'y', and nothing else.*\n.*omit --labels"):

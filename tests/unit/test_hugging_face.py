@@ -9,8 +9,9 @@ from torch import Tensor, nn
 
 from enginesmith.pipeline.errors import SourceError
 from enginesmith.pipeline.frameworks.source import Source
-from enginesmith.pipeline.frameworks.torch import factories, hugging_face, hugging_face_inputs
+from enginesmith.pipeline.frameworks.torch import factories, hugging_face, hugging_face_inputs, module
 from enginesmith.pipeline.frameworks.torch.module import LoadOptions, _infer_signature
+from enginesmith.pipeline.tensors import TensorSpec
 
 TEXT = {"vocab_size": 11, "max_position_embeddings": 8}
 VISION = SimpleNamespace(image_size=6, num_channels=1)
@@ -260,6 +261,86 @@ def test_all_tensors_may_be_named_and_those_that_are_made_from_others_are_not_of
     assert list(hugging_face_inputs.list_inputs(Pictures())) == ["pixel_values", "pixel_mask", "attention_mask"]
     assert list(hugging_face_inputs.list_usual_inputs(Pictures())) == ["pixel_values", "pixel_mask"]
     assert list(hugging_face_inputs.list_inputs(Bare())) == ["pixel_values", "task_inputs"]
+
+
+class Texts(Model):
+    def forward(  # type: ignore[override]
+        self,
+        input_ids: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        token_type_ids: Tensor | None = None,
+        position_ids: Tensor | None = None,
+        labels: Tensor | None = None,
+    ) -> dict[str, Any]:
+        assert input_ids is not None
+        assert attention_mask is not None, "there is no mask"
+        return {"logits": self.head(self.body(input_ids)) * attention_mask[..., None]}
+
+
+IDS, MASK = "input_ids:int64:batch,sequence", "attention_mask:int64:batch,sequence"
+
+
+@pytest.mark.parametrize(
+    ("arrays", "chosen"),
+    [
+        (["input_ids:int64:9,5", "attention_mask:int64:9,5"], [IDS, MASK]),
+        (["input_ids:int64:9,5"], [IDS]),
+        (["attention_mask:int64:9,5"], [IDS, MASK]),
+        (
+            ["token_type_ids:int32:9,5", "input_ids:int64:9,5", "position_ids:uint8:9,7"],
+            [IDS, "token_type_ids:int64:batch,sequence", "position_ids:int64:batch,7"],
+        ),
+        (["input_ids:int64:9,5", "attention_masks:int64:9,5"], [IDS, MASK]),
+        (["input_ids:int64:9,5", "labels:int64:9"], [IDS, MASK]),
+    ],
+)
+def test_inputs_are_those_that_the_data_has_and_the_model_takes(arrays: list[str], chosen: list[str]) -> None:
+    """The main one stays; and all do where something of the data is no input, as it may be misspelled."""
+    inputs = hugging_face_inputs.choose_inputs(
+        Texts(), list(map(TensorSpec.parse, (IDS, MASK))), list(map(TensorSpec.parse, arrays))
+    )
+    assert list(map(str, inputs)) == chosen
+
+
+def test_what_the_data_adds_and_leaves_out_is_told() -> None:
+    inputs = tuple(map(TensorSpec.parse, (IDS, MASK)))
+    built = factories.Built(Texts(), inputs=inputs, usual=("input_ids", "attention_mask", "token_type_ids"))
+    arrays = list(map(TensorSpec.parse, ("input_ids:int64:9,5", "token_type_ids:int64:9,5")))
+    chosen = factories.choose_inputs(built, arrays)
+    assert chosen.notes == (
+        "token_type_ids:int64:batch,sequence is an input, as the data has it",
+        "attention_mask is left out, so that its default holds: the data does not have it",
+    )
+    assert chosen.usual == ("input_ids", "token_type_ids")
+    assert chosen.remedy.endswith("beside input_ids, token_type_ids, which the data has, it takes attention_mask")
+    assert factories.choose_inputs(built, inputs) == built
+
+
+@pytest.mark.parametrize("given", [False, True])
+def test_a_model_is_run_on_the_inputs_of_the_data_unless_input_names_them(
+    monkeypatch: pytest.MonkeyPatch, given: bool
+) -> None:
+    specs = tuple(map(TensorSpec.parse, (IDS, MASK)))
+    ids = torch.arange(6).reshape(2, 3)
+    example = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
+    takes = ("input_ids", "attention_mask", "token_type_ids")
+    built = factories.Built(Texts(), example, specs, takes=takes)
+    monkeypatch.setattr(factories, "build", lambda source: built)
+    more = {**example, "token_type_ids": torch.zeros_like(ids)}
+
+    def read(inputs: Any, choose: Any) -> Any:
+        assert inputs == specs
+        assert (choose is None) == given
+        names = [spec.name for spec in (choose(list(map(TensorSpec.parse, arrays))) if choose else inputs)]
+        return {name: more[name].numpy() for name in names}, ()
+
+    options, arrays = LoadOptions(inputs=specs if given else ()), [f"{name}:int64:2,3" for name in more]
+    loaded = module.load(Source(form="hf", target="", text="hf:m"), options, read)
+    assert [spec.name for spec in loaded.signature.inputs] == list(takes)[: 2 if given else 3]
+    arrays[1:] = []
+    if not given:
+        with pytest.raises(SourceError, match=r"there is no mask(.|\n)*beside input_ids, which the data has, it takes"):
+            module.load(Source(form="hf", target="", text="hf:m"), options, read)
 
 
 def test_an_input_is_no_target_of_training_because_of_its_name() -> None:

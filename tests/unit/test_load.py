@@ -255,7 +255,7 @@ def test_a_module_stays_as_it_is_built_and_looks_up_the_rest_in_the_original(ope
 
     with pytest.raises(UsageError, match="an engine stays on cpu"):
         module._apply(fail)
-    with pytest.raises(AttributeError, match="config"):
+    with pytest.raises(AttributeError, match=r"no attribute 'config': give the module .* as_module\(original\)"):
         _ = opened("y").as_module().config
 
 
@@ -329,11 +329,23 @@ def test_none_in_the_place_of_a_default_is_asked_of_the_original(opened: Load) -
     assert net.fallbacks == 2
 
 
+def test_what_is_no_input_may_be_given_as_none(opened: Load) -> None:
+    assert np.array_equal(opened("y")(X, SCALE, mask=None), X * 2)
+
+
 def test_an_input_that_is_missing_is_not_made_up(opened: Load) -> None:
     with pytest.raises(CallError, match="it was called without scale"):
         opened("y").as_module()(x=torch.ones(2, 4))
+    for model in (opened("y").as_module(), opened("y")):
+        for call in (lambda x, model=model: model(x, None), lambda x, model=model: model(x=x, scale=None)):
+            with pytest.raises(CallError, match="it was called without scale"):
+                call(torch.ones(2, 4))
     with pytest.warns(UserWarning, match="it was called without x"), pytest.raises(AssertionError):
         opened("y").as_module(Encoder())(torch.ones(2, 1))
+    net = opened("y").as_module(Encoder())
+    with pytest.warns(UserWarning, match="it was called without x"), pytest.raises(AssertionError):
+        net(torch.ones(2, 1), x=None)
+    assert net.fallbacks == 1
 
 
 def test_outputs_by_name_are_what_transformers_asks_for(opened: Load) -> None:

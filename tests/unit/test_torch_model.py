@@ -420,8 +420,8 @@ def test_samples_of_the_data_stand_in_for_an_example_that_would_be_made_up(
     data.write_text("import numpy as np\nrows = np.full((2, 3), 7, np.float32)\n")
     monkeypatch.syspath_prepend(tmp_path)
 
-    def read(specs: Any) -> Any:
-        assert specs == (spec,)
+    def read(specs: Any, choose: Any) -> Any:
+        assert (specs, choose) == ((spec,), None)
         monkeypatch.delitem(sys.modules, data.stem, raising=False)
         return {"x": importlib.import_module(data.stem).rows}, (data,)
 

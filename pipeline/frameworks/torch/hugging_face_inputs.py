@@ -6,6 +6,7 @@ import math
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -41,6 +42,8 @@ _NESTED = {"encoder_outputs", "past_key_values", "mems", "cache"}
 """Arguments that are tuples of tensors or hold some, whatever their annotation says."""
 _TARGETS = {"start_positions", "end_positions", "target_values", "float_answer"}
 """Arguments that only a loss is computed from, beside those that are called labels."""
+_TAKEN_DTYPES = {"i": "int64", "u": "int64", "f": "float32"}
+"""Dtype that models take, by the kind of the data's."""
 _POINTS = "input_labels"
 """An input in spite of its name: it tells points in front from those behind."""
 
@@ -61,6 +64,32 @@ def list_usual_inputs(module: nn.Module) -> Iterator[str]:
         known = parameters[name].annotation is not inspect.Parameter.empty or _is_required(parameters[name])
         if known and name not in derived and not name.endswith(_DERIVED_ENDS):
             yield name
+
+
+def choose_inputs(module: nn.Module, inputs: Sequence[TensorSpec], arrays: Sequence[TensorSpec]) -> list[TensorSpec]:
+    """Choose the inputs that there are arrays for, of those that the model takes and can do without.
+
+    ``arrays`` have samples first. Where the model does not take one of them, which may be misspelled, ``inputs`` stay.
+    """
+    parameters, takes = inspect.signature(module.forward).parameters, [*list_inputs(module)]
+    given = {spec.name: spec for spec in arrays}
+    if not given.keys() <= {*takes}:
+        return [*inputs]
+    main = _list_main_inputs(module)
+    kept = [spec for spec in inputs if spec.name in given or spec.name in main or _is_required(parameters[spec.name])]
+    known = {spec.name for spec in inputs}
+    return kept + [_describe_input(given[name], kept, given) for name in takes if name in given and name not in known]
+
+
+def _describe_input(array: TensorSpec, inputs: Sequence[TensorSpec], given: Mapping[str, TensorSpec]) -> TensorSpec:
+    """Describe the input that an array is for: its sizes are dynamic where those of other inputs are."""
+    words = dict[int | str, int | str]()
+    decodes = array.name.startswith("decoder")
+    for spec in sorted(inputs, key=lambda spec: spec.name.startswith("decoder") != decodes):
+        for dim, size in zip(spec.shape[1:], given[spec.name].shape[1:] if spec.name in given else (), strict=False):
+            words.setdefault(size, dim)
+    dtype = _TAKEN_DTYPES.get(np.dtype(array.dtype).kind, array.dtype)
+    return TensorSpec(name=array.name, dtype=dtype, shape=(BATCH, *(words.get(size, size) for size in array.shape[1:])))
 
 
 def explain_refused(module: nn.Module, names: Collection[str]) -> SignatureError:

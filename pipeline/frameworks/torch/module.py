@@ -32,7 +32,7 @@ from enginesmith.pipeline.frameworks.torch.dims import (
 from enginesmith.pipeline.frameworks.torch.file_tracking import track_files
 from enginesmith.pipeline.frameworks.torch.processing import Extension, make_raw_example
 from enginesmith.pipeline.frameworks.torch.surgery import named_tensors
-from enginesmith.pipeline.tensors import Feeds, Signature, TensorSpec, check_feeds, read_sizes
+from enginesmith.pipeline.tensors import Feeds, InputChoice, Signature, TensorSpec, check_feeds, read_sizes
 
 _REMEDY_RANDOM = (
     "take out what is random (sampling, F.dropout without training=self.training) and what the module remembers from "
@@ -149,8 +149,19 @@ class LoadedModel:
         return dataclasses.replace(self, module=module, signature=core, example=example, answers=())
 
 
-RowReader = Callable[[Sequence[TensorSpec]], tuple[Feeds, Sequence[Path]]]
-"""Read samples of the user's data for these inputs, with the files that they come from."""
+RowReader = Callable[[Sequence[TensorSpec], InputChoice | None], tuple[Feeds, Sequence[Path]]]
+"""Read samples of the data for these inputs, or for those that are chosen, with the files that they come from."""
+
+
+class _Choice:
+    """Choose the inputs of a Hugging Face model by the arrays of the data; ``built`` has them then."""
+
+    def __init__(self, built: factories.Built) -> None:
+        self.built = built
+
+    def __call__(self, arrays: Sequence[TensorSpec]) -> Sequence[TensorSpec]:
+        self.built = factories.choose_inputs(self.built, arrays)
+        return self.built.inputs
 
 
 def load(source: Source, options: LoadOptions, read_rows: RowReader | None = None) -> LoadedModel:
@@ -176,7 +187,9 @@ def load(source: Source, options: LoadOptions, read_rows: RowReader | None = Non
     read: Sequence[Path] = ()  # no part of the model
     specs = options.inputs or built.inputs
     if read_rows and specs and built.is_made_up:
-        rows, read = read_rows(specs)
+        choice = _Choice(built) if source.form == "hf" and not options.inputs else None
+        rows, read = read_rows(specs, choice)
+        built = choice.built if choice else built
         example = {name: torch.from_numpy(value) for name, value in rows.items()}
         built = dataclasses.replace(built, example=example, takes=(), origin="the first samples of the data")
     with track_files(options.allow_pickle) as running:

@@ -99,7 +99,8 @@ class Replacement(nn.Module):
         except AttributeError:
             original = self._modules.get("original")
             if original is None:
-                raise
+                remedy = "give the module that it takes the place of, as_module(original), to look it up there"
+                raise AttributeError(f"an engine has no attribute {name!r}: {remedy}") from None
             found = getattr(original, name)
             mine = getattr(found, "__self__", None) is original
             return self._count_within(original, found) if mine else found
