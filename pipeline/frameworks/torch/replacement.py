@@ -168,9 +168,7 @@ class _Caller:
             return arguments, named
         kept = [name for name, value in named.items() if name in self._inputs or not self._is_usual(name, value)]
         for name in kept:
-            if (
-                named[name] is None and name not in self._inputs
-            ):  # which a loaded engine leaves out
+            if named[name] is None and name not in self._inputs:  # which a loaded engine leaves out
                 message = f"{name} is None, and the engine computes what the module does without {name}"
                 raise CallError(message, "leave it out, or give the default")
         return arguments, {name: named[name] for name in kept}
