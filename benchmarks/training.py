@@ -31,7 +31,9 @@ from enginesmith.pipeline.results.run import VariantRecord
 
 RESULTS = Path(__file__).parent / "results" / "training.json"
 _TRAINED = {
-    **dict.fromkeys((*CASES, "text_detector"), ("--precision", "int8", "--quantizer", "qat", "--engine", "openvino")),
+    **dict.fromkeys(
+        (*CASES, "text_detector", "text_reader"), ("--precision", "int8", "--quantizer", "qat", "--engine", "openvino")
+    ),
     **{f"{name} 2:4": ("--sparsity", "2:4", "--engine", "onnxruntime") for name in ("digits", "resnet56")},
 }
 """Case → options of what is trained."""

@@ -18,7 +18,8 @@ from enginesmith.pipeline.engines.base import Engine, Session
 from enginesmith.pipeline.errors import DataError, FidelityError, ModelError, SignatureError, SourceError
 from enginesmith.pipeline.frameworks import samples
 from enginesmith.pipeline.frameworks.fidelity import Fidelity, compare_calls, describe_failure, find_thresholds
-from enginesmith.pipeline.frameworks.onnx import model_file
+from enginesmith.pipeline.frameworks.onnx import edit, model_file
+from enginesmith.pipeline.frameworks.onnx.rounding import moves_steps
 from enginesmith.pipeline.frameworks.rounding import UnstableNumbers
 from enginesmith.pipeline.measure import quality
 from enginesmith.pipeline.measure.rows import StageFidelity
@@ -157,7 +158,7 @@ class Sample(Task):
         unsteady = tuple(sorted(unstable.unsteady))
         facts = {"parts": parts, "spans": spans, "interacting": bool(interacting), "unsteady": unsteady}
         facts["unverified"] = unstable.find_unverified(in_sets)
-        facts["quantizes"] = is_file and "QuantizeLinear" in model_file.summary(model.path).operators
+        facts["quantizes"] = is_file and moves_steps(edit.load(model.path))
         facts |= {"choosing": choosing, "rounding": unstable.movements, "rounding_db": unstable.sqnr_db}
         facts |= {"class_names": class_names, "assumed": assumed, "drawing": drawing}
         facts["tables"] = {} if data else signature.tables

@@ -147,6 +147,7 @@ def test_a_node_that_the_engine_gets_wrong_in_int8_is_kept_in_float(quantized: Q
     assert (finding.guilty, finding.workaround) == ("engine", "--keep MatMul_y")
 
 
+@pytest.mark.thorough
 def test_a_graph_that_an_exporter_made_wrong_is_made_by_the_other_one(tmp_path: Path) -> None:
     """A graph in which an activation was lost."""
     (tmp_path / "net.py").write_text(NET)

@@ -12,6 +12,7 @@ from enginesmith.pipeline.artifact import Artifact
 from enginesmith.pipeline.engines import baseline, simulation
 from enginesmith.pipeline.engines.base import Session
 from enginesmith.pipeline.frameworks.onnx import model_file
+from enginesmith.pipeline.frameworks.onnx.rounding import moves_steps
 from enginesmith.pipeline.frameworks.rounding import FINE, find_unstable, spread_bits
 from enginesmith.pipeline.system.device import Device
 from graphs import normal, parse_graph
@@ -293,3 +294,18 @@ def test_a_mask_of_infinity_leaves_choices_as_they_are(tmp_path: Path) -> None:
         marks = find_unstable(session.perturb, x, right)
         assert (spread_bits(marks.get("y"), (16,)) < FINE).all()
         assert (np.isneginf(session.perturb(x, -STEP, 0)["s"]) == np.isneginf(right["s"])).all()
+
+
+@pytest.mark.parametrize(
+    ("body", "end", "moves"),
+    [
+        ("q = QuantizeLinear(x, one, zero) y = DequantizeLinear(q, one, zero)", "float", True),
+        ("q = QuantizeLinear(w, one, zero) d = DequantizeLinear(q, one, zero) y = Add(x, d)", "float", False),
+        ("y = QuantizeLinear(x, one, zero)", "uint8", False),
+    ],
+)
+def test_steps_of_computed_numbers_alone_are_moved(body: str, end: str, moves: bool) -> None:
+    constants = {"one": np.float32(1), "zero": np.uint8(0), "w": np.ones(4, np.float32)}
+    used = {name: value for name, value in constants.items() if name in body}
+    model = parse_graph(f"net (float[n, 4] x) => ({end}[n, 4] y) {{ {body} }}", **used)
+    assert moves_steps(model) is moves

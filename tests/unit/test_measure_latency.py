@@ -54,7 +54,7 @@ class FakeWorker:
         assert timeout_seconds > 0
         if name == "load":
             FakeWorker.now += self.load_seconds
-            if self.model_signature.get(self.log.stem) == self.launch:
+            if self.ends.get(self.log.stem) == self.launch:
                 raise StepCrashed("its process crashed (SIGSEGV)")
             return 0.5
         if name == "make_ready":
@@ -80,7 +80,7 @@ def measure(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[..., La
     monkeypatch.setattr(benchmark, "Worker", FakeWorker)
     monkeypatch.setattr(benchmark, "time", SimpleNamespace(monotonic=lambda: FakeWorker.now))
     FakeWorker.now = 0.0
-    FakeWorker.order, FakeWorker.open_now, FakeWorker.opened, FakeWorker.model_signature = [], [], [], {}
+    FakeWorker.order, FakeWorker.open_now, FakeWorker.opened, FakeWorker.ends = [], [], [], {}
 
     def call(
         scripts: dict[str, Script],
@@ -469,7 +469,7 @@ def test_starting_anew_takes_no_longer_than_measuring(
 
 def test_one_that_crashes_when_it_is_started_again(measure: Callable[..., LatencyResult]) -> None:
     scripts: dict[str, Script] = {"eager": lambda block: 0.004, "bad": lambda block: 0.002}
-    FakeWorker.model_signature["latency-bad"] = 2
+    FakeWorker.ends["latency-bad"] = 2
     result = measure(scripts)
     assert "SIGSEGV" in (result.rows["bad"][0].failure or "")
     assert result.rows["eager"][0].launches == 5

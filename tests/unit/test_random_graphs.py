@@ -56,6 +56,7 @@ def test_graphs_are_of_many_operators_and_sound(fuzzing: SimpleNamespace) -> Non
     assert len(operators) > 40
 
 
+@pytest.mark.thorough
 @pytest.mark.filterwarnings("ignore")
 def test_passes_keep_their_promises_on_random_graphs(fuzzing: SimpleNamespace, tmp_path: Path) -> None:
     kinds = Counter[str]()

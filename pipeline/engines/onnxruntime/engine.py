@@ -564,7 +564,7 @@ def _list_wrong(options: Mapping[str, Any]) -> list[str]:
 def _configure_triton(options: Mapping[str, Any], device: str) -> Fields:
     """Set the optimization level, the CUDA accelerator and the threads, as the backend's README has them."""
     wanted = options["graph_optimization_level"]
-    if device == "cpu" and options["config_entries"].get(ACCURACY) == FLOATS and wanted != "ORT_DISABLE_ALL":
+    if device == "cpu" and options.get("config_entries", {}).get(ACCURACY) == FLOATS and wanted != "ORT_DISABLE_ALL":
         wanted = "ORT_ENABLE_BASIC"  # which fuses no product with int8 activations
     level = _TRITON_LEVELS.get("ORT_DISABLE_ALL" if _list_wrong(options) else wanted)
     inner: Fields = [] if level is None else [("graph", Message([("level", level)]))]

@@ -135,6 +135,20 @@ def _has_fractions(value: "ir.Value") -> bool:
     return bool((numbers != np.round(numbers)).any())
 
 
+def moves_steps(model: "ir.Model") -> bool:
+    """Tell whether a QuantizeLinear of computed numbers with one scale is changed by :func:`change_results`."""
+    answers = (value.dtype.name for value in model.graph.outputs if value.dtype is not None)
+    return _QUANTIZED.isdisjoint(answers) and any(
+        node.op_type == "QuantizeLinear" and edit.read(node.inputs[0]) is None and _has_one_scale(node)
+        for node in model.graph
+    )
+
+
+def _has_one_scale(node: "ir.Node") -> bool:
+    scale = node.inputs[1]
+    return scale is not None and scale.shape is not None and all(size == 1 for size in scale.shape)
+
+
 class _Builder:
     """Inserts what changes values."""
 
@@ -172,9 +186,7 @@ class _Builder:
         another half; as with other operators, changes are larger than errors that rounding may explain.
         """
         value, scale = node.inputs[:2]
-        if value is None or not value.shape or not _is_float(value):
-            return
-        if scale is None or scale.shape is None or any(size != 1 for size in scale.shape):
+        if value is None or not value.shape or not _is_float(value) or scale is None or not _has_one_scale(node):
             return
         self._new_nodes, self._count = [], self._count + 1
         step = self._make("Mul", self._sign, self._to_float(scale))

@@ -296,7 +296,8 @@ def _confirm_sums(
     third = {word: other + 1 if other > sizes[word] else (sizes[word] + other) // 2 for word, other in others.items()}
     sizes = {**sizes, **third}
     answered = answer(sizes)
-    shapes = {} if answered is None else dict(zip(names, answered, strict=True))
+    alike = answered is not None and len(answered) == len(names)
+    shapes = dict(zip(names, answered or (), strict=True)) if alike else {}
     return {
         (name, axis): dim
         for (name, axis), dim in sums.items()

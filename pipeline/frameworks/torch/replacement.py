@@ -97,7 +97,7 @@ class Replacement(nn.Module):
         try:
             return super().__getattr__(name)
         except AttributeError:
-            original = self._modules.get("original")
+            original = self.__dict__.get("_modules", {}).get("original")
             if original is None:
                 remedy = "give the module that it takes the place of, as_module(original), to look it up there"
                 raise AttributeError(f"an engine has no attribute {name!r}: {remedy}") from None
