@@ -109,11 +109,12 @@ class Model:
         for name, value in answers.items():
             kind, wanted = chosen.get(name) if name in tables else None, vector[f"output:{name}"]
             if kind != "positions" or len(chosen) == 1:  # which of two equal boxes was chosen says nothing
-                known, unstable = float(vector.get(f"range:{name}", 0)), vector.get(f"unstable:{name}")
+                keys = (f"range:{name}", f"rounding:{name}", f"quantized_db:{name}")
+                bounds = [float(vector.get(key, -np.inf)) for key in keys]
+                unstable = vector.get(f"unstable:{name}")
                 if unstable is not None and not kind and wanted.shape == value.shape:  # rounding decides these
                     value = self._take_as_right(wanted, value, unstable)
-                own = float(vector.get(f"rounding:{name}", 0))
-                pairs.append((name, self._alike(wanted, value) if kind else self._near(wanted, value, known, own)))
+                pairs.append((name, self._alike(wanted, value) if kind else self._near(wanted, value, *bounds)))
         return answers, [name for name, near in pairs if not near]
 
     def _take_as_right(self, wanted, value, unstable):
@@ -168,7 +169,7 @@ class Model:
         limits = self.manifest["thresholds"]
         return max(limits["max_error_of_range"], 10 ** (-limits["min_sqnr_db"] / 20))
 
-    def _near(self, wanted, value, known_range, rounding=0.0):
+    def _near(self, wanted, value, known_range, rounding=0.0, least_db=-np.inf):
         limits = self.manifest["thresholds"]
         if wanted.shape != value.shape or not wanted.size:
             return wanted.shape == value.shape
@@ -183,11 +184,10 @@ class Model:
         if not np.allclose(value[filled], wanted[filled], rtol=self._share(), atol=0):
             return False
         wanted, error = wanted[~filled], np.abs(wanted - value)[~filled]
-        if not wanted.size:
-            return True
-        silent = np.square(error).sum() <= np.square(wanted).sum() / 10 ** (limits["min_sqnr_db"] / 10)
-        span, allowed = max(np.ptp(wanted), known_range), limits["max_error_of_range"]
-        exact = limits["right_bits"] >= 19 and allowed > 0  # computed in float32, where rounding moves answers
+        noise, power = np.square(error).sum(), np.square(wanted).sum()
+        silent, loud = (noise * 10 ** (decibels / 10) <= power for decibels in (limits["min_sqnr_db"], least_db))
+        span, allowed = max(np.ptp(wanted) if wanted.size else 0, known_range), limits["max_error_of_range"]
+        exact = limits["right_bits"] >= 19 and allowed > 0 and loud  # in float32, where rounding moves answers
         return silent or error.max() <= max(allowed * span, rounding if exact else 0)
 
 

@@ -369,7 +369,7 @@ def write_vector(reference: Path, file: Path) -> None:
     feeds, outputs, unstable = (read_arrays(reference, what, *chosen) for what in _WRITTEN)
     most = {name: MOST_ROUNDING * span for name, span in known.spans.items() if not known.quantizes}
     rounding = {name: min(moved, most.get(name, moved)) for name, moved in known.rounding.items()}
-    save_vector(file, Vector(feeds, outputs, known.spans, unstable, rounding))
+    save_vector(file, Vector(feeds, outputs, known.spans, unstable, rounding, known.quantized_db))
 
 
 def _measure_odd_share(outputs: Feeds) -> float:
@@ -417,14 +417,16 @@ class Vector(NamedTuple):
     """Numbers of the outputs that rounding decides, as ``find_unstable`` returns them."""
     rounding: Mapping[str, float] = MappingProxyType({})
     """How far rounding moves outputs: in float32, by up to 1 % of their range; that of steps, without a limit."""
+    quantized_db: Mapping[str, float] = MappingProxyType({})
+    """The least SQNR of outputs that steps move: see :attr:`Samples.quantized_db`."""
 
 
-_KINDS = ("input", "output", "range", UNSTABLE, "rounding")
+_KINDS = ("input", "output", "range", UNSTABLE, "rounding", "quantized_db")
 """First parts of the arrays' names in a test vector's file, in the order of its fields."""
 
 
 def save_vector(file: Path, vector: Vector) -> None:
-    """Save a test vector: arrays called ``input:<name>``, and so on: output, range, unstable, rounding."""
+    """Save a test vector: arrays called ``input:<name>``, and so on, as :class:`Vector` has them."""
     arrays = {
         f"{kind}:{name}": np.asarray(value)
         for kind, values in zip(_KINDS, vector, strict=True)
@@ -452,7 +454,7 @@ def read_vector(file: Path) -> Vector:
             f"{file} is of an earlier version: it does not say which numbers rounding makes in the output {old[0]!r}",
             "optimize the model again, and package that",
         )
-    for kind in ("range", "rounding"):
+    for kind in ("range", "rounding", "quantized_db"):
         arrays[kind] = {name: float(value) for name, value in arrays[kind].items()}
     return Vector(*arrays.values())
 

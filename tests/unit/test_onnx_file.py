@@ -509,6 +509,15 @@ def save_classifier(path: Path, *, shaped: bool, label_read: bool = False) -> Pa
     return path
 
 
+def test_inspect_shows_texts_also_where_an_output_has_no_shape(tmp_path: Path) -> None:
+    ends = "(string[N] t, float[N] x, int64[k] shape) => (string[N] u, float y)"
+    text = f'<ir_version: 8, opset_import: ["": 17]> net {ends} {{ u = Identity(t) y = Reshape(x, shape) }}'
+    model = onnx.parser.parse_model(text)
+    model.graph.output[1].type.tensor_type.ClearField("shape")
+    onnx.save(model, tmp_path / "net.onnx")
+    assert inspect(tmp_path / "net.onnx")["inputs"] == ["t:string:N", "x:float32:N", "shape:int64:k"]
+
+
 @pytest.mark.parametrize("shaped", [True, False])
 def test_probabilities_that_are_mapped_to_classes_are_answered_as_a_tensor(tmp_path: Path, *, shaped: bool) -> None:
     """CatBoost and skl2onnx write such files, and do not always tell the shape of what they map."""

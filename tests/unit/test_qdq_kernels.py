@@ -420,6 +420,7 @@ def test_packages_name_how_products_with_weights_in_blocks_are_computed(tmp_path
         assert ("level: -1" in text) is (entry in "".join(backend.remark({"options": options}))) is not rounded
     older = {**options, "config_entries": {}}
     assert OnnxRuntime.from_package(older).int8_activations, "by default"  # type: ignore[attr-defined]
+    backend.configure({name: value for name, value in options.items() if name != "config_entries"}, "cpu")
 
 
 @pytest.mark.parametrize(

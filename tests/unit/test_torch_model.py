@@ -15,7 +15,7 @@ import loading
 from enginesmith.pipeline.errors import SignatureError, SourceError
 from enginesmith.pipeline.frameworks.onnx import model_file
 from enginesmith.pipeline.frameworks.source import resolve
-from enginesmith.pipeline.frameworks.torch import factories, saved
+from enginesmith.pipeline.frameworks.torch import dims, factories, saved
 from enginesmith.pipeline.frameworks.torch import module as torch_model
 from enginesmith.pipeline.frameworks.torch.factories import Built
 from enginesmith.pipeline.frameworks.torch.module import LoadOptions, flatten
@@ -461,6 +461,12 @@ def test_output_dimensions_may_be_sums(load) -> None:
     signature = load(Cached(), example, *CACHED).signature
     dims = ["past+length", "length+1", "often_dim_1"]
     assert [spec.shape for spec in signature.outputs] == [("batch", dim) for dim in dims]
+
+
+def test_a_third_size_with_other_outputs_confirms_no_sum() -> None:
+    sums, answered = {("y", 1): "past+length"}, [(2, 9), (2, 9)]
+    found = dims._confirm_sums(sums, lambda sizes: answered, ["y"], {"past": 5, "length": 3}, {"past": 6, "length": 4})
+    assert found == {}
 
 
 @pytest.mark.parametrize("example", [None, {"ids": torch.ones(3, 4), "mask": torch.ones(3, 4)}])

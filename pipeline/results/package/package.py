@@ -51,9 +51,8 @@ def write_bundle(chosen: Chosen, folder: Path, keep_samples: bool) -> None:
         stored = samples.read_vector(vector)
         feeds = {name: _make_up(value) for name, value in stored.feeds.items()}
         answers = answer(folder, manifest, feeds)
-        samples.save_vector(
-            folder / manifests.VECTOR, samples.Vector(feeds, answers, stored.ranges, {}, stored.rounding)
-        )
+        made_up = stored._replace(feeds=feeds, outputs=answers, unstable={})
+        samples.save_vector(folder / manifests.VECTOR, made_up)
     shutil.copyfile(script, folder / manifests.INFER)
     manifest = describe(chosen, "bundle", chosen.main.name, manifests.list_files(folder))
     (folder / manifests.FILE).write_text(manifest.text(), encoding="utf-8")
