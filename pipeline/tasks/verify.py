@@ -24,6 +24,7 @@ from enginesmith.pipeline.frameworks.rounding import UnstableNumbers
 from enginesmith.pipeline.measure import quality
 from enginesmith.pipeline.measure.rows import StageFidelity
 from enginesmith.pipeline.passes.base import Progress
+from enginesmith.pipeline.passes.export.sizes import find_limits
 from enginesmith.pipeline.system.device import Device
 from enginesmith.pipeline.tasks.base import Inputs, Task, write_records
 from enginesmith.pipeline.tasks.calibrate import Feeder, open_data, read_class_names
@@ -47,13 +48,11 @@ from enginesmith.pipeline.units import count_words, format_share
 
 _T = TypeVar("_T")
 _BY_SIZE = (
-    "; at other sizes it is right: perhaps the module decides by a size in Python (limit its range with --shape, or "
-    "use torch.cond), or an operator is exported wrongly for some sizes"
+    "perhaps the module decides by a size in Python (limit its range with --shape, or use torch.cond), or an operator "
+    "is exported wrongly for some sizes"
 )
-_FAILS = (
-    "limit sizes to those for which it runs, with --shape and --batch, or fix them in --input: perhaps the module "
-    "decides by a size in Python"
-)
+_FAILS = "limit sizes to those for which it runs, with --shape and --batch, or fix them in --input"
+_DECIDES = "perhaps the module decides by a size in Python"
 _CAUSES = (
     "look for large numbers that cancel, as a constant that is added and subtracted again, and for a division by "
     "nearly 0, as by the deviation of numbers that are all equal"
@@ -314,6 +313,8 @@ class Verify(EngineCheck):
         entries: list[StageFidelity] = []
         failed = ""
         names: dict[str, str] = {}
+        exported = inputs["model"].history if self.stage == "export" else ()
+        limits = find_limits(note for entry in exported for note in entry.notes)
         with self.engine.load(inputs["model"], self.device) as session:
             for answered in samples.read_calls(reference):
                 sizes = format_sizes(answered.case.sizes)
@@ -322,7 +323,7 @@ class Verify(EngineCheck):
                 calls = ([_rename(each, names) for each in calls] for calls in answered[1:])
                 renamed = samples.Answered(answered.case, *calls)
                 try:
-                    comparisons = self._compare(session, renamed, known, names)
+                    comparisons = self._compare(session, renamed, known, names, limits)
                 except ModelError as error:
                     if not known.assumed:
                         raise
@@ -332,7 +333,7 @@ class Verify(EngineCheck):
                 if not failed and comparisons and not comparisons[0].passed:
                     failed = f"{comparisons[0].point} ({sizes}): {comparisons[0].reason}"
         if failed and self.stage == "export" and any(entry.passed for entry in entries):
-            failed += _BY_SIZE
+            failed += f"; at other sizes it is right: {limits or _BY_SIZE}"
         worst = min((entry.sqnr_db for entry in entries if entry.sqnr_db is not None), default=None)
         by_rounding = _describe_rounding(entries, _STEPS if known.quantizes else _CAUSES)
         rounds = "rounding in its QuantizeLinear" if known.quantizes else "rounding in float32"
@@ -354,6 +355,7 @@ class Verify(EngineCheck):
         answered: samples.Answered,
         known: samples.Samples,
         names: Mapping[str, str],
+        limits: str,
     ) -> list[StageFidelity]:
         case, feeds, expected, unstable = answered
         thresholds = find_thresholds(
@@ -365,7 +367,7 @@ class Verify(EngineCheck):
         except ModelError as error:
             sizes = f"{case.points[0]} ({format_sizes(case.sizes)})"
             message = f"after {self.stage} at {sizes}, where the given model runs: {error.message}"
-            raise ModelError(message, _FAILS) from error
+            raise ModelError(message, f"{_FAILS}: {limits or _DECIDES}") from error
         rounding = _rename(known.rounding, names)
         try:
             result = compare_calls(

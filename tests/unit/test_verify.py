@@ -8,7 +8,7 @@ import pytest
 
 from enginesmith.calibration.dataset import Dataset
 from enginesmith.calibration.options import DataOptions
-from enginesmith.pipeline.artifact import Artifact
+from enginesmith.pipeline.artifact import Artifact, HistoryEntry
 from enginesmith.pipeline.engines.onnxruntime.engine import OnnxRuntime
 from enginesmith.pipeline.engines.onnxruntime.session import OnnxRuntimeSession
 from enginesmith.pipeline.errors import FidelityError, ModelError
@@ -18,6 +18,7 @@ from enginesmith.pipeline.frameworks.onnx import model_file
 from enginesmith.pipeline.frameworks.rounding import FINE, spread_bits
 from enginesmith.pipeline.frameworks.samples import Case, Samples
 from enginesmith.pipeline.measure.rows import StageFidelity
+from enginesmith.pipeline.passes.export.sizes import SizeLimit, describe_limits
 from enginesmith.pipeline.report.tables import describe_pass
 from enginesmith.pipeline.system.device import Device
 from enginesmith.pipeline.tasks.base import read_models, read_records, scratch_artifact
@@ -100,6 +101,35 @@ def test_an_engine_that_fails_on_a_size_names_it(tmp_path: Path) -> None:
     with pytest.raises(ModelError, match=r"after export at opt \(batch 2\), where the given model runs: ") as caught:
         verify.run({"model": made, "reference": judged}, tmp_path, lambda _: None)
     assert "--shape" in (caught.value.remedy or "")
+
+
+def test_an_export_that_fails_or_is_wrong_at_a_size_repeats_the_condition_that_it_found(tmp_path: Path) -> None:
+    """Only its own verification does: later graphs were right at these sizes before."""
+    limit = SizeLimit("time % 8 == 0", "time", {"batch": 1, "time": 7}, "fails")
+    note = f"the graph is {describe_limits([limit])}; or fix the size: --input x:float32:batch,8"
+    entry = HistoryEntry(
+        step="export", parameters={}, tools={}, seconds=1.0, host_peak_bytes=None, effect="made", notes=("other", note)
+    )
+    cases = tuple(Case(points=(point,), sizes={"batch": size}, batch=size) for point, size in (("min", 1), ("max", 2)))
+    samples.write(tmp_path, Samples(data="x", ranges={}, cases=cases))
+    for index, case in enumerate(cases):
+        rows = np.ones((case.batch, 3), np.float32)
+        samples.write_arrays(tmp_path, "feeds", index, {"x": rows})
+        samples.write_arrays(tmp_path, "outputs", index, {"y": rows * case.batch})
+    judged = Artifact(kind="reference", path=tmp_path / samples.RECORD, sha256="", bytes=0)
+    wrong, fails = (
+        save_operator(tmp_path / f"{name}.onnx", name, *constants).model_copy(update={"history": (entry,)})
+        for name, constants in (("Identity", ()), ("Reshape", (np.array([1, 3]),)))
+    )
+    for stage in ("export", "simplify"):
+        (out := tmp_path / stage).mkdir()
+        verify = Verify(stage=stage, engine=OnnxRuntime(), device=Device(), precision="fp32", min_sqnr_db=None)
+        rejected = verify.run({"model": wrong, "reference": judged}, out, lambda _: None).rejected
+        assert rejected.endswith(f"; at other sizes it is right: {note}") is (stage == "export")
+        with pytest.raises(ModelError) as caught:
+            verify.run({"model": fails, "reference": judged}, out, lambda _: None)
+        assert caught.value.remedy.endswith(f"or fix them in --input: {note}") is (stage == "export")
+        assert ("time % 8" in caught.value.remedy) is (stage == "export")
 
 
 @pytest.mark.parametrize("own", [0.0, 0.01])

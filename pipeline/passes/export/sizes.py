@@ -30,6 +30,7 @@ _TRIALS = 3
 """Sizes of a dimension at which a guard is broken, and module and program are compared."""
 _MOST_GROWTH, _MOST_ELEMENTS = 200, 1 << 24
 """Factor of the example's size up to which one more size is tried, and the most numbers in all inputs there."""
+_RIGHT, _CAPTURED = "right only where", "captured where"
 _SIZE = re.compile(r"L\['\w+'\](?:\[(\d+)\])?\.size\(\)\[(\d+)\]")
 
 
@@ -61,12 +62,18 @@ def describe_limits(limits: Sequence[SizeLimit]) -> str:
     """Say where a graph is right, and with which sizes it is not; empty for no limits."""
     parts: list[str] = []
     if wrong := [limit for limit in limits if limit.fault == "wrong"]:
-        parts.append(f"right only where {_join_limits(wrong)}, the module answers otherwise")
+        parts.append(f"{_RIGHT} {_join_limits(wrong)}, the module answers otherwise")
     if failing := [limit for limit in limits if limit.fault == "fails"]:
-        fails = f"captured where {_join_limits(failing)}, PyTorch's own program fails"
+        fails = f"{_CAPTURED} {_join_limits(failing)}, PyTorch's own program fails"
         others = "other sizes than those of --shape and --batch, which are compared, may be wrong"
         parts.append(fails if all(limit.fixed for limit in failing) else f"{fails}, so {others}")
     return "; and ".join(parts)
+
+
+def find_limits(notes: Iterable[str]) -> str:
+    """Find the note of an export that says where its graph is right; empty if there is none."""
+    beginnings = (f"the graph is {_RIGHT} ", f"the graph is {_CAPTURED} ")
+    return next((note for note in notes if note.startswith(beginnings)), "")
 
 
 def _join_limits(limits: Sequence[SizeLimit]) -> str:
