@@ -330,6 +330,25 @@ def test_subgraphs_survive(tmp_path: Path) -> None:
     assert model_file.summary(tmp_path / "out" / edit.FILE).operators == {"If": 1, "Neg": 1, "Relu": 1}
 
 
+@pytest.mark.parametrize("frames", [12, "time"])
+def test_a_mask_that_is_made_of_lengths_is_compared_with_lengths(tmp_path: Path, frames: Any) -> None:
+    """It is as long as the greatest length, and has to fit the frames, as of PyTorch audio's Conformer."""
+    nodes = [
+        *(helper.make_node("ReduceMax", ["lengths"], ["most"], keepdims=0), helper.make_node("Identity", ["x"], ["c"])),
+        helper.make_node("Range", ["nil", "most", "one"], ["places"]),
+        helper.make_node("Unsqueeze", ["lengths", "last"], ["ends"]),
+        helper.make_node("Less", ["places", "ends"], ["inside"]),
+        helper.make_node("Unsqueeze", ["inside", "row"], ["mask"]),
+        helper.make_node("Cast", ["mask"], ["factors"], to=FLOAT),
+        helper.make_node("MatMul", ["factors", "c"], ["y"]),
+    ]
+    numbers = {"nil": np.int64(0), "one": np.int64(1), "last": np.array([-1]), "row": np.array([1])}
+    inputs = [tensor("x", ["batch", frames, 16]), tensor("lengths", ["batch"], INT64)]
+    model, notes = simplified(saved(tmp_path, nodes, inputs, [tensor("y", ["batch", 1, 16])], numbers))
+    assert notes == ()
+    assert "Identity" not in operators(model)
+
+
 def test_a_wrong_result_is_thrown_away(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def spoil(model: Any) -> simplify.Rewritten:
         model.graph.node(0).op_type = "Neg"

@@ -10,7 +10,7 @@ import numpy as np
 
 from enginesmith.pipeline.errors import MissingCapability, ModelError, install_command
 from enginesmith.pipeline.frameworks.onnx import model_file
-from enginesmith.pipeline.tensors import Array, Feeds, Signature, find_fill
+from enginesmith.pipeline.tensors import Array, Feeds, Signature, TensorSpec, find_fill
 
 LIBRARY, TITLE = "onnxruntime", "ONNX Runtime"
 TOOLS = (LIBRARY, "onnxruntime-gpu")
@@ -144,18 +144,38 @@ def draw_candidates(
 ) -> Iterator[dict[str, Array]]:
     """Draw feeds of several sizes: normal numbers, rows of tables, and else zeros and ones, which are masks, too.
 
-    ``known`` are sizes of dimensions; all others are guessed.
+    The last ones have lengths in the place of ones, one of them as long as a dimension: masks that are computed from
+    lengths have to fit it. ``known`` are sizes of dimensions; all others are guessed.
     """
     first = {spec.shape[0] for spec in signature.inputs if spec.shape}
+    choices: list[dict[str, int]] = []
     for other in _OTHERS if set(signature.symbols) - first - {*known} else _OTHERS[:1]:
         guessed = {symbol: _FIRST if symbol in first else other for symbol in signature.symbols}
-        sizes = {**guessed, **known}
-        generator = np.random.default_rng(0)
-        feeds: dict[str, Array] = {}
-        for spec in signature.inputs:
-            dtype, shape = np.dtype(spec.dtype), spec.resolve(sizes)
-            if np.issubdtype(dtype, np.floating):
-                feeds[spec.name] = generator.standard_normal(shape, dtype=np.float32).astype(dtype)
-            else:
-                feeds[spec.name] = generator.integers(0, signature.tables.get(spec.name, 2), shape).astype(dtype)
-        yield feeds
+        choices.append({**guessed, **known})
+    yield from (_draw(signature, sizes) for sizes in choices)
+    if any(_may_be_lengths(spec, signature) for spec in signature.inputs):
+        for sizes in choices:
+            dims = dict.fromkeys(dim for spec in signature.inputs for dim in spec.resolve(sizes)[1:] if dim > 1)
+            yield from (_draw(signature, sizes, length) for length in dims)
+
+
+def _draw(signature: Signature, sizes: Mapping[str, int], length: int = 0) -> dict[str, Array]:
+    """Draw feeds at these sizes; what may be lengths is at most ``length``, and once as much, unless that is 0."""
+    generator = np.random.default_rng(0)
+    feeds: dict[str, Array] = {}
+    for spec in signature.inputs:
+        dtype, shape = np.dtype(spec.dtype), spec.resolve(sizes)
+        if np.issubdtype(dtype, np.floating):
+            feeds[spec.name] = generator.standard_normal(shape, dtype=np.float32).astype(dtype)
+        elif length and _may_be_lengths(spec, signature):
+            lengths = generator.integers(1, length + 1, shape).astype(dtype)
+            lengths.reshape(-1)[:1] = length
+            feeds[spec.name] = lengths
+        else:
+            feeds[spec.name] = generator.integers(0, signature.tables.get(spec.name, 2), shape).astype(dtype)
+    return feeds
+
+
+def _may_be_lengths(spec: TensorSpec, signature: Signature) -> bool:
+    whole = np.issubdtype(np.dtype(spec.dtype), np.integer)
+    return whole and len(spec.shape) <= 1 and spec.name not in signature.tables
