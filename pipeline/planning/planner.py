@@ -195,13 +195,13 @@ def _check_buildable(engines: Sequence[str], device: Device) -> None:
         raise MissingCapability(f"{engines[0]} cannot be built here: {checks[0].reason}", checks[0].remedy)
 
 
-def load_task(recipe: Recipe, source: Source) -> Task:
-    """Choose the task that makes the first artifact from MODEL."""
+def load_task(recipe: Recipe, source: Source, *, exact: bool = True) -> Task:
+    """Choose the task that makes the first artifact from MODEL; files that are judged themselves are not ``exact``."""
     if source.form == "engine":
         return LoadEngine(source=source)
     if not source.is_torch:
         sizes = _list_usual_sizes(recipe)
-        return LoadOnnx(source=source, inputs=recipe.specs, processing=recipe.processing, sizes=sizes)
+        return LoadOnnx(source=source, inputs=recipe.specs, processing=recipe.processing, sizes=sizes, exact=exact)
     return Load(
         source=source,
         inputs=recipe.specs,

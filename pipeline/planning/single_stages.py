@@ -123,7 +123,7 @@ def verify_steps(resolved: ResolvedRecipe, file: str) -> tuple[Step, ...]:
         raise UsageError(f"{file} is neither an ONNX file nor an engine", "verify FILE.onnx --against MODEL")
     engine = own_engine(source)
     check = verify_step(recipe, "file", StepRef("file"), engine, device_for(recipe, engine), stage=Path(file).name)
-    load = Step(StepRef("file"), load_task(recipe.for_file(), source))
+    load = Step(StepRef("file"), load_task(recipe.for_file(), source, exact=False))
     return (*first_steps(resolved), load, check)
 
 
@@ -156,7 +156,7 @@ def prosecute_file_steps(
         optional[TRUTH] = truth
     task = prosecute_task(resolved.source, recipe.seed, engine, kind, stages, seconds)
     task = task.model_copy(update={"device": device_for(recipe, engine), "rows_apart": name not in RANGES_PER_BATCH})
-    load = Step(_GIVEN_FILE, load_task(recipe.for_file(), source))
+    load = Step(_GIVEN_FILE, load_task(recipe.for_file(), source, exact=False))
     return (*first_steps(resolved), load, *others, Step(PROSECUTE, task, needs, optional))
 
 
@@ -283,7 +283,7 @@ def benchmark_plan(resolved: ResolvedRecipe, others: Sequence[Source], again: st
     variants = [Variant(VariantName(_label(resolved.source)), engine, AS_GIVEN, LOAD, device=device)]
     for index, source in enumerate(others, 1):
         name = StepRef(LOAD.kind, index)
-        steps.append(Step(name, load_task(recipe.for_file(), source)))
+        steps.append(Step(name, load_task(recipe.for_file(), source, exact=False)))
         engine = own_engine(source).as_shipped(device)
         lacking = "" if (usable := engine.available(device)).ok else f"it does not run on {device}: {usable.reason}"
         label = _distinct(VariantName(_label(source)), variants)

@@ -16,6 +16,7 @@ from enginesmith.pipeline.engines import read_file
 from enginesmith.pipeline.errors import MissingCapability, ModelError, UsageError
 from enginesmith.pipeline.frameworks import processing, samples
 from enginesmith.pipeline.frameworks.onnx import dimensions, edit, evaluator, model_file, outputs, validation
+from enginesmith.pipeline.frameworks.onnx.exact import write_file_exactly
 from enginesmith.pipeline.frameworks.onnx.flatten import flatten
 from enginesmith.pipeline.frameworks.onnx.processing import extend
 from enginesmith.pipeline.frameworks.onnx.randomness import check_steady
@@ -139,6 +140,8 @@ class LoadOnnx(_FromSource):
 
     sizes: dict[str, int] = Field({})
     """Usual sizes of the dynamic dimensions that ``inputs`` leave open: with these, outputs that follow are found."""
+    exact: bool = True
+    """Rewrite what runtimes compute inexactly; otherwise the file itself is to be judged."""
 
     def run(self, inputs: Inputs, out: Path, progress: Progress) -> Effect:
         path, file = Path(self.source.target), out / edit.FILE
@@ -173,6 +176,8 @@ class LoadOnnx(_FromSource):
             if graph != complete:
                 progress("comparing the graph with the file")
                 notes += self._compare(complete, graph if self.processing else file)
+            if self.exact:
+                notes += write_file_exactly(file)
         facts = model_file.summary(file)
         opsets = [f"opset {version} of {domain}" for domain, version in facts.domains.items()]
         opset = f"opset {facts.opset}" if facts.opset else ", ".join(opsets)

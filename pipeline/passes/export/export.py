@@ -14,6 +14,7 @@ from pydantic import Field
 from enginesmith.pipeline.artifact import Artifact, Effect, Kind
 from enginesmith.pipeline.errors import ExportError, MissingCapability
 from enginesmith.pipeline.frameworks.onnx import edit, evaluator, ir
+from enginesmith.pipeline.frameworks.onnx.exact import write_exactly
 from enginesmith.pipeline.frameworks.onnx.processing import extend
 from enginesmith.pipeline.passes.base import Pass, PrecisionRequest, Progress, Records, Stage
 from enginesmith.pipeline.passes.export.agreement import (
@@ -117,6 +118,7 @@ def export_module(loaded: "LoadedModel", out: Path, options: Export, progress: P
         edit.tidy(model, wrapper="model")
         name_squeezed_axes(model, loaded.dynamic_sizes)
         compare_whole_numbers(model)
+        notes += write_exactly(model)
         if options.attention == "decomposed":
             decompose_attention(model)
         else:

@@ -37,6 +37,17 @@ def _loses_half_scales(_: onnx.ModelProto) -> bool:
     return probes.differs(probes.run_optimized, probes.run_unoptimized)(model)
 
 
+def _squares_the_mean(_: onnx.ModelProto) -> bool:
+    """Normalize numbers that are far from 0 beside their spread."""
+    model = graph(
+        "(float[N,4,64] x) => (float[N,4,64] y) <float[4] s = {1,1,1,1}, float[4] b = {0,0,0,0}>"
+        "{ y = GroupNormalization<num_groups=2>(x, s, b) }",
+        21,
+    )
+    feeds = {"x": (1000 + probes.draw_feeds(model, scale=0.01)["x"]).astype(np.float32)}
+    return probes.differs(probes.run_unoptimized, probes.evaluate, feeds)(model)
+
+
 @known_bug(
     "microsoft/onnxruntime#22177",
     "PadFusion puts a Pad into an AveragePool that does not count its padding, so means at the edge are too large",
@@ -335,4 +346,43 @@ def maximum_of_int64() -> Graphs:
     return Graphs(
         graph(f"{_WHOLE_NUMBERS} top, at = TopK<axis=1>(n, one) y = Squeeze(top, one) }}"),
         graph(f"{_WHOLE_NUMBERS} {half} y = Squeeze(top, one) }}"),
+    )
+
+
+@known_bug(
+    "docs/precision.md",
+    "Sigmoid is 0 below -17.2, where it is 3e-8, so that a logarithm of it is -inf, and a quotient infinite",
+    "onnxruntime",
+    "1.31.1",
+    affected=">=1.31",
+    probe=probes.differs(probes.run_unoptimized, probes.evaluate, {"x": np.array([[-60, -20, -16, 1]], np.float32)}),
+    guard="pipeline/frameworks/onnx/exact.py",
+)
+def logarithm_of_no_sigmoid() -> Graphs:
+    head = "(float[N,4] x) => (float[N,4] y)"
+    text = "n = Neg(x) p = Softplus(n) t = Neg(p) z = Sub(x, x) l = Log(z) b = Less(x, least) y = Where(b, l, t)"
+    return Graphs(
+        graph(f"{head} {{ s = Sigmoid(x) y = Log(s) }}"),
+        graph(f"{head} <float least = {{-17.2}}> {{ {text} }}"),
+    )
+
+
+@known_bug(
+    "docs/precision.md",
+    "GroupNormalization subtracts the square of the mean from that of squares: 100 ± 0.01 is off by 6, 1000 is NaN",
+    "onnxruntime",
+    "1.31.1",
+    affected=">=1.31",
+    probe=_squares_the_mean,
+    guard="pipeline/frameworks/onnx/exact.py",
+)
+def variance_of_squares() -> Graphs:
+    head = "(float[N,4,64] x) => (float[N,4,64] y)"
+    shapes = "int64[3] parts = {0,2,-1}, int64[3] whole = {0,4,64}, int64[1] last = {2}, float epsilon = {0.00001}"
+    text = "r = Reshape(x, parts) m = ReduceMean(r, last) c = Sub(r, m)"
+    squares = "s = Mul(r, r) q = ReduceMean(s, last) t = Mul(m, m) v = Sub(q, t)"
+    end = "e = Add(v, epsilon) d = Sqrt(e) n = Div(c, d) y = Reshape(n, whole)"
+    return Graphs(
+        graph(f"{head} <{shapes}> {{ {text} s = Mul(c, c) v = ReduceMean(s, last) {end} }}", 21),
+        graph(f"{head} <{shapes}> {{ {text} {squares} {end} }}", 21),
     )
