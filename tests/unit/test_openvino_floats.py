@@ -158,6 +158,16 @@ def test_softplus_has_all_digits(tmp_path: Path, size: int | str, body: str) -> 
     np.testing.assert_allclose(found, wanted, rtol=1e-6)
 
 
+@pytest.mark.parametrize("size", ["n", 3])
+def test_softplus_may_get_axes_from_its_constant(tmp_path: Path, size: int | str) -> None:
+    text = f"net (float[{size}] x) => (float[1, 1, {size}] y) {{ {WRITTEN_OUT.format('one, e')} }}"
+    artifact, _ = build(parse_graph(text, one=np.ones((1, 1, 1), np.float32)), tmp_path)
+    x = np.float32([-20, -13, 50])
+    with OpenVINO().load(artifact, CPU) as session:
+        found = session.run({"x": x})["y"]
+    np.testing.assert_allclose(found, np.logaddexp(0, x.astype(np.float64))[None, None], rtol=1e-6)
+
+
 @pytest.mark.parametrize("body", ["s = Softplus(x)", "e = Exp(x) a = Add(e, one) s = Log(a)"])
 def test_a_mish_stays_one_operation(tmp_path: Path, body: str) -> None:
     model = parse_graph(SOFTPLUS.format(size="n", body=f"{body} t = Tanh(s) y = Mul(x, t)"), one=np.float32(1))
@@ -197,3 +207,26 @@ def test_other_logarithms_of_sums_stay_as_they_are(tmp_path: Path) -> None:
     x = np.linspace(-60, 20, 50, dtype=np.float32)
     with OpenVINO().load(artifact, CPU) as session:
         np.testing.assert_allclose(session.run({"x": x})["y"], np.log(2 + np.exp(x)), rtol=1e-5)
+
+
+@pytest.mark.parametrize("size", ["n", 7])
+@pytest.mark.parametrize("order", [1, 2])
+def test_short_rows_are_normalized_to_a_length_of_one(tmp_path: Path, size: int | str, order: int) -> None:
+    """OpenVINO adds 1.2e-7 to the sum; rows of zeros stay such rows, as in ONNX Runtime."""
+    text = f"net (float[{size}, 4] x) => (float[{size}, 4] y) {{ y = LpNormalization <axis = 1, p = {order}> (x) }}"
+    artifact, _ = build(parse_graph(text), tmp_path)
+    x = np.float32([1, 1e-3, 1e-6, 1e-12, 1e-17, 0, 1e6])[:, None] * np.float32([[3, -4, 12, 1]])
+    lengths = np.linalg.norm(x.astype(np.float64), order, axis=1, keepdims=True)
+    with OpenVINO().load(artifact, CPU) as session:
+        np.testing.assert_allclose(session.run({"x": x})["y"], x / np.where(lengths, lengths, 1), rtol=1e-6)
+
+
+def test_what_a_graph_itself_adds_to_a_norm_stays(tmp_path: Path) -> None:
+    text = """net (float[n, 4] x) => (float[n, 4] y) <int64[1] last = {1}> {
+        q = Pow(x, two) s = ReduceSum(q, last) a = Add(s, tiny) r = Sqrt(a) y = Div(x, r)
+    }"""
+    epsilon = np.finfo(np.float32).eps
+    artifact, _ = build(parse_graph(text, two=np.float32(2), tiny=epsilon), tmp_path)
+    x = np.full((2, 4), 1e-4, np.float32)
+    with OpenVINO().load(artifact, CPU) as session:
+        np.testing.assert_allclose(session.run({"x": x})["y"], x / np.sqrt(4e-8 + epsilon), rtol=1e-5)

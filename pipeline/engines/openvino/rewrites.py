@@ -5,6 +5,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from enginesmith.pipeline.engines.openvino.sequences import heed_lengths
+
 if TYPE_CHECKING:
     import openvino
 
@@ -15,12 +17,17 @@ _SLICE_INPUTS = ("data", "start", "stop", "step", "axes")
 _LOG1P_TERMS = (9, 7, 5, 3, 1)
 """Odd powers of atanh's series below the 11th: up to 1/3, all above add 1.5e-7 times the sum, as little as rounding."""
 
+_ADDED_TO_NORMS = np.finfo(np.float32).eps
+"""Constant that OpenVINO's reader of ONNX adds to the sum of powers in LpNormalization."""
+
 
 def correct(graph: "openvino.Model") -> None:
     """Rewrite all that is known to be computed wrongly, but for the constants of :func:`restore_empty`."""
     _replace_lost_slices(graph)
     _keep_reduced_axes(graph)
     _replace_softplus(graph)
+    _guard_norms(graph)
+    heed_lengths(graph)
     _widen_bytes(graph)
 
 
@@ -48,7 +55,9 @@ def _replace_softplus(graph: "openvino.Model") -> None:
 
 
 def _find_softplus_input(node: Any) -> Any:
-    """Find x where a node is softplus(x) or log(1 + exp(x)), else None."""
+    """Find x where a node is softplus(x) or log(1 + exp(x)), else None; with the axes that the constant adds to it."""
+    from openvino import opset13
+
     if node.get_type_name() == "SoftPlus":
         return node.input_value(0)
     added = node.input_value(0).get_node() if node.get_type_name() == "Log" else None
@@ -56,10 +65,14 @@ def _find_softplus_input(node: Any) -> Any:
         return None
     for at in range(2):
         exponential, one = added.input_value(at).get_node(), added.input_value(1 - at).get_node()
-        alike = exponential.get_output_partial_shape(0) == added.get_output_partial_shape(0)
-        kinds = (exponential.get_type_name(), one.get_type_name())
-        if alike and kinds == ("Exp", "Constant") and (one.get_data() == 1).all():
-            return exponential.input_value(0)
+        if (exponential.get_type_name(), one.get_type_name()) != ("Exp", "Constant") or not (one.get_data() == 1).all():
+            continue
+        source, shape = exponential.input_value(0), added.get_output_partial_shape(0)
+        if source.get_partial_shape() == shape:
+            return source
+        if one.get_data().size == 1 and source.get_partial_shape().rank.is_static:
+            more = len(shape) - len(source.get_partial_shape())
+            return opset13.unsqueeze(source, np.arange(more)).output(0)
     return None
 
 
@@ -95,6 +108,45 @@ def _compute_softplus(x: Any, name: str) -> Any:
     for power in _LOG1P_TERMS:
         series = apply("add", apply("multiply", series, square), number(2 / power))
     return opset13.add(apply("maximum", x, number(0)), apply("multiply", z, series), name=name).output(0)
+
+
+def _guard_norms(graph: "openvino.Model") -> None:
+    """Divide by norms as they are, and by 1 where they are 0, instead of adding 1.2e-7 to the sum before its root.
+
+    OpenVINO 2026.4.1 reads LpNormalization so: rows that are shorter than 1e-3 come out too short by 0.1 and more.
+    """
+    from openvino import opset13
+
+    for node in graph.get_ordered_ops():
+        for body in _list_bodies(node):
+            _guard_norms(body)
+        added = _find_padded_sum(node)
+        if added is None:
+            continue
+        total = added.input_value(0)
+        for reader in added.output(0).get_target_inputs():
+            reader.replace_source_output(total)
+        norm = node.input_value(1)
+        none = opset13.equal(norm, opset13.constant(0, norm.get_element_type()))
+        divisor = opset13.select(none, opset13.constant(1, norm.get_element_type()), norm)
+        node.input(1).replace_source_output(divisor.output(0))
+    graph.validate_nodes_and_infer_types()
+
+
+def _find_padded_sum(node: Any) -> Any:
+    """Find the sum of powers and of a tiny constant by whose root a node divides what was summed up, else None."""
+    if node.get_type_name() != "Divide":
+        return None
+    added = node.input_value(1).get_node()
+    if added.get_type_name() in ("Sqrt", "Power"):
+        added = added.input_value(0).get_node()
+    kinds = [added.input_value(at).get_node() for at in range(2)] if added.get_type_name() == "Add" else []
+    if [each.get_type_name() for each in kinds] != ["ReduceSum", "Constant"]:
+        return None
+    powers = kinds[0].input_value(0).get_node()
+    of_source = powers.get_type_name() in ("Power", "Abs") and powers.input_value(0) == node.input_value(0)
+    own = not added.output(0).get_names()  # what the file itself adds has a name
+    return added if of_source and own and (kinds[1].get_data() == _ADDED_TO_NORMS).all() else None
 
 
 def _widen_bytes(graph: "openvino.Model") -> None:

@@ -128,3 +128,69 @@ def rounded_quotients() -> Graphs:
         graph(f'{head} {{ y = BitShift<direction="RIGHT">(x, one) }}'),
         graph(f"{head} {{ f = Cast<to=1>(x) h = Mul(f, half) r = Round(h) y = Cast<to=2>(r) }}"),
     )
+
+
+@known_bug(
+    "docs/precision.md",
+    "LpNormalization adds 1.2e-7 to the sum of squares, so that rows shorter than 1e-3 come out too short",
+    "openvino",
+    "2026.4.1",
+    affected=">=2026.4",
+    probe=probes.differs(probes.run_openvino, probes.run_unoptimized, {"x": np.full((1, 4), 1e-4, np.float32)}),
+    guard="pipeline/engines/openvino/rewrites.py",
+)
+def padded_norm() -> Graphs:
+    head = "(float[N,4] x) => (float[N,4] y)"
+    constants = "<float two = {2}, int64[1] last = {1}, float added = {1.1920929e-07}>"
+    sums = "q = Pow(x, two) s = ReduceSum(q, last) a = Add(s, added) r = Sqrt(a) y = Div(x, r)"
+    return Graphs(
+        graph(f"{head} {{ y = LpNormalization<axis=1>(x) }}"),
+        graph(f"{head} {constants} {{ {sums} }}"),
+    )
+
+
+@known_bug(
+    "docs/precision.md",
+    "Mod of floats (fmod=1) is x - trunc(x / y) y in float32: 1e9 by 3 leaves 0, and 123456789 by 7 leaves 8",
+    "openvino",
+    "2026.4.1",
+    affected=">=2026.4",
+    probe=probes.differs(
+        probes.run_openvino, probes.evaluate, {"x": np.array([[1e9, 1e7]], np.float32), "z": np.full(2, 3, np.float32)}
+    ),
+)
+def remainder_of_large_quotients() -> Graphs:
+    head = "(float[N,2] x, float[2] z) => (float[N,2] y)"
+    return Graphs(
+        graph(f"{head} {{ y = Mod<fmod=1>(x, z) }}"),
+        graph(
+            f"{head} {{ q = Div(x, z) s = Sign(q) a = Abs(q) f = Floor(a) t = Mul(s, f) m = Mul(t, z) y = Sub(x, m) }}"
+        ),
+    )
+
+
+@known_bug(
+    "docs/precision.md",
+    "GRU, LSTM and RNN ignore the lengths of sequences where the number of steps is dynamic",
+    "openvino",
+    "2026.4.1",
+    affected=">=2026.4",
+    probe=probes.differs(
+        probes.run_openvino,
+        probes.run_unoptimized,
+        {"x": np.ones((4, 2, 3), np.float32), "l": np.array([4, 1], np.int32)},
+    ),
+    guard="pipeline/engines/openvino/sequences.py",
+)
+def lost_lengths() -> Graphs:
+    rng = np.random.default_rng(0)
+    shapes = {"w": (1, 6, 3), "r": (1, 6, 2)}
+    weights = [
+        numpy_helper.from_array(rng.standard_normal(shape).astype(np.float32), name) for name, shape in shapes.items()
+    ]
+    head = "(float[T,N,3] x, int32[N] l) => (float[T,1,N,2] y)"
+    clipped = "a = Abs(l) t = Shape<start=0, end=1>(x) s = Cast<to=6>(t) c = Min(a, s)"
+    return Graphs(
+        graph(f"{head} {{ {clipped} y, h = GRU<hidden_size=2>(x, w, r, , c) }}", 18, *weights),
+        graph(f"{head} {{ y, h = GRU<hidden_size=2>(x, w, r) }}", 18, *weights),
+    )
