@@ -89,6 +89,21 @@ def test_functions_are_exact_at_all_magnitudes(tmp_path: Path, functions: tuple[
             np.testing.assert_array_equal(np.signbit(answer[is_number]), np.signbit(wanted[is_number]))
 
 
+@pytest.mark.parametrize("exporter", ["dynamo", "torchscript"])
+def test_small_sigmoids_and_groups_far_from_zero_have_all_digits(tmp_path: Path, exporter: Any) -> None:
+    class Module(torch.nn.Module):
+        def forward(self, x: Any) -> Any:
+            s = torch.sigmoid(x)
+            return torch.log(s), 1 / s, F.group_norm(x + 200, 2)
+
+    feeds = {"x": torch.linspace(-60.0, -59.0, 64).reshape(2, 4, 8)}
+    names = [f"{name}:float32:2,4,8" for name in "abc"]
+    exported(tmp_path, loaded(Module(), feeds, {"x": (2, 4, 8)}, names), exporter=exporter)
+    found = evaluator.run_graph(tmp_path / edit.FILE, {"x": feeds["x"].numpy()})
+    for value, wanted in zip(found, Module()(feeds["x"].double()), strict=True):
+        np.testing.assert_allclose(value, wanted.numpy(), rtol=2e-5, atol=2e-4)
+
+
 def test_functions_of_halves_are_computed_in_float32(tmp_path: Path) -> None:
     class Module(torch.nn.Module):
         def forward(self, x: Any, y: Any) -> Any:
