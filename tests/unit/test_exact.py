@@ -76,7 +76,7 @@ def test_a_sigmoid_stays_where_something_else_reads_it_too() -> None:
         }"""
     )
     (note,) = write_exactly(model)
-    assert note == "log(sigmoid(x)) was written as -softplus(-x), which more digits are right of (2 times)"
+    assert note == "log(sigmoid(x)) was written as -softplus(-x), which runtimes compute more accurately (2 times)"
     found = run_model(model, {"x": X, "b": np.array(True)})
     np.testing.assert_allclose(found["y"][1:-1], LOG[1:-1], rtol=1e-6)
     np.testing.assert_array_equal(found["z"], found["y"])
@@ -100,7 +100,7 @@ def test_group_normalization_has_all_digits(mean: float, opset: int, rank: int) 
     model = parse_graph(text, opset, s=scale)
     x = (mean + 0.01 * PICTURES).astype(np.float32).reshape((2, 8, 4, 4) if rank == 4 else (2, 8, 16))
     assert write_exactly(model) == (
-        "GroupNormalization was written with InstanceNormalization, which more digits are right of (1 times)",
+        "GroupNormalization was written with InstanceNormalization, which runtimes compute more accurately (1 times)",
     )
     groups = x.astype(np.float64).reshape(2, 2, -1)
     normal = (groups - groups.mean(2, keepdims=True)) / np.sqrt(groups.var(2, keepdims=True) + 1e-4)

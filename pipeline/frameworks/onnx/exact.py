@@ -1,4 +1,4 @@
-"""Write what runtimes compute with few right digits in operators of which they have nearly all.
+"""Rewrite operators that runtimes compute inaccurately as others that they compute accurately.
 
 It is done once, where a graph is exported or loaded, so that the reference, all engines and packages have it.
 """
@@ -58,7 +58,7 @@ def write_exactly(model: "ir.Model") -> tuple[str, ...]:
         "Sigmoid was written as 1 / (1 + exp(-x))": sigmoids,
         "GroupNormalization was written with InstanceNormalization": normalizations,
     }
-    return tuple(f"{what}, which more digits are right of ({count} times)" for what, count in told.items() if count)
+    return tuple(f"{what}, which runtimes compute more accurately ({count} times)" for what, count in told.items() if count)
 
 
 def write_file_exactly(file: Path) -> tuple[str, ...]:
