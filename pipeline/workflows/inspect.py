@@ -86,7 +86,7 @@ def _onnx(file: Path) -> Facts:
 
     with tempfile.TemporaryDirectory() as scratch:
         complete = file
-        with contextlib.suppress(InvalidGraph, SignatureError):  # it cannot be run, say: it is shown as it is
+        with contextlib.suppress(SignatureError):  # nothing can be fed to it: it is shown as it is
             complete, _ = outputs.complete(file, Path(scratch, "complete"), plan_draws)
         validation.check(complete, str(file))
         graph, _ = flatten(complete, Path(scratch))

@@ -576,6 +576,26 @@ def test_an_output_whose_shape_nothing_tells_is_refused(tmp_path: Path) -> None:
         LoadOnnx(source=resolve(str(path))).run({}, tmp_path, lambda _: None)
 
 
+@pytest.mark.parametrize(
+    ("body", "message"),
+    [
+        ("a = Relu(x) y = MatMul(a, w)", "types or shapes in .*net.onnx contradict each other"),
+        ("y = Reluu(x)", "net.onnx breaks the ONNX specification: No Op registered for Reluu"),
+        ("y = Relu(nothing)", "net.onnx breaks the ONNX specification: .*'nothing'"),
+    ],
+)
+def test_what_is_broken_is_told_before_a_missing_shape(tmp_path: Path, body: str, message: str) -> None:
+    text = f"""<ir_version: 8, opset_import: ["" : 17]>
+    g (float[N, 4] x) => (float[N, 2] y) <float[3, 2] w = {{1, 2, 3, 4, 5, 6}}> {{ {body} }}"""
+    model = onnx.parser.parse_model(text)
+    model.graph.output[0].type.tensor_type.ClearField("shape")
+    onnx.save(model, path := tmp_path / "net.onnx")
+    for read in (inspect, lambda path: LoadOnnx(source=resolve(str(path))).run({}, tmp_path, lambda _: None)):
+        with pytest.raises(InvalidGraph, match=message) as error:
+            read(path)
+        assert error.value.remedy == "export it again"
+
+
 def test_files_of_weights_are_looked_for_before_a_file_is_completed(tmp_path: Path) -> None:
     model = linear()
     model.graph.output[0].ClearField("type")

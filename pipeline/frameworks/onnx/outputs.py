@@ -25,7 +25,9 @@ def complete(path: Path, folder: Path, draw: Draw) -> tuple[Path, tuple[str, ...
     there is nothing to complete.
 
     Raises:
-        InvalidGraph: the file cannot be read, lacks files of its weights, or cannot be run to see a shape.
+        InvalidGraph: the file cannot be read, lacks files of its weights, or lacks a shape and is broken besides, or
+            cannot be run to see it.
+        ModelError: it lacks a shape, and its sparse weights are too large.
         SignatureError: an input is no tensor of a supported dtype and known rank.
     """
     model = model_file.read(path)
@@ -39,17 +41,23 @@ def complete(path: Path, folder: Path, draw: Draw) -> tuple[Path, tuple[str, ...
     model_file.copy(path, target)
     target.write_bytes(model.SerializeToString())
     if unknown:
-        signature = _read_signature(model, folder)
+        signature = _read_signature(model, folder, str(path))
         dimensions.find_shapes(target, signature, *draw(signature))
     return target, notes
 
 
-def _read_signature(model: "onnx.ModelProto", folder: Path) -> Signature:
-    """Read a signature whose outputs have no dimensions where their shapes are not known."""
+def _read_signature(model: "onnx.ModelProto", folder: Path, name: str) -> Signature:
+    """Check a model of this name, and read its signature; outputs whose shapes are not known have no dimensions.
+
+    Raises:
+        InvalidGraph: something is wrong with it besides.
+        SignatureError: an input is no tensor of a supported dtype and known rank.
+    """
     for value in model.graph.output:
         if model_file.lacks_shape(value):
             value.type.tensor_type.shape.SetInParent()
     (placeholder := folder / "signature.onnx").write_bytes(model.SerializeToString())
+    validation.check(placeholder, name, outputs_checked=False)
     return model_file.signature(placeholder)
 
 
