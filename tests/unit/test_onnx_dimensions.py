@@ -357,6 +357,7 @@ RECURRENT = """<ir_version: 8, opset_import: ["" : 17]> g ({inputs}) => (float[{
 <float[1, 12, 4] w = {{{zeros}, {zeros}, {zeros}, {zeros}}}, float[1, 12, 3] r = {{{zeros}, {zeros}, {zeros}}}>
 {{ {body} }}"""
 ZEROS = ", ".join(["0"] * 12)
+LAST = "at = Constant <value_ints = [0]> () all, last = LSTM <hidden_size = 3> (x, w, r) y = Squeeze(last, at)"
 
 
 @pytest.mark.parametrize(
@@ -376,6 +377,19 @@ ZEROS = ", ".join(["0"] * 12)
         ("float[batch_size, N, 4] x", "batch_size, 1, N, 3", "y = LSTM <hidden_size = 3> (x, w, r)", ""),
         ("float[T, N, 4] x", "T, N, 4", "y = Relu(x)", ""),
         ("float[T, 5, 4] x", "T, 1, 5, 3", "y = LSTM <hidden_size = 3> (x, w, r)", ""),
+        ("float[T, N, 4] x", "N, 3", LAST, "x:float32:T,batch,4"),
+        ("float[?, ?, 4] x", "?, 3", LAST, "x:float32:input_0_dim_0,batch,4"),
+        ("float[?, ?, 4] x", "?, ?, 3", f"a = Transpose <perm = [1, 0, 2]> (x) {LAST.replace('(x', '(a')}", ""),
+        (
+            *("float[?, ?, 4] x, int32[?] n, float[1, ?, 3] h", "?, 3", LAST.replace("r)", "r, , n, h)")),
+            "x:float32:input_0_dim_0,batch,4 n:int32:batch h:float32:1,batch,3",
+        ),
+        (
+            *("float[N, T, 4] x, float[1, M, 3] h", "N, 3"),
+            f"a = Transpose <perm = [1, 0, 2]> (x) {LAST.replace('(x, w, r)', '(a, w, r, , , h)')}",
+            "x:float32:batch,T,4 h:float32:1,batch,3",
+        ),
+        ("float[?, 5, 4] x", "5, 3", LAST, ""),
     ],
 )
 def test_the_batch_is_where_recurrent_layers_have_it(
@@ -387,7 +401,63 @@ def test_the_batch_is_where_recurrent_layers_have_it(
     specs, notes = dimensions.find_batch(tmp_path / "m.onnx")
     assert " ".join(map(str, specs)) == found
     assert len(notes) == bool(found)
-    assert dimensions.find_batch(tmp_path / "m.onnx", ["N", "my_batch"]) == ((), ()), "named by --shape"
+    assert dimensions.find_batch(tmp_path / "m.onnx", ["N", "my_batch", "input_0_dim_1"]) == ((), ()), (
+        "named by --shape"
+    )
+
+
+@pytest.mark.parametrize(
+    ("inputs", "output", "expected"),
+    [
+        ("float[time, batch_size, 4] x", "batch_size, 4", "x:float32:time,batch,4"),  # it is no batch that is summed
+        ("float[T, myBatch, 4] x", "T, myBatch, 4", "x:float32:T,batch,4"),
+        ("float[T, batch_0, 4] x, float[4] z", "T, batch_0, 4", ""),
+        ("float[T, batch_0, 4] x, float[T, 4] z", "T, batch_0, 4", "x:float32:T,batch,4 z:float32:T,4"),
+        (
+            *("float[T, past_batch, bs] x, float[T, bs] z", "T, past_batch, bs"),
+            "x:float32:T,past_batch,batch z:float32:T,batch",
+        ),
+        ("float[T, my_batch, batch_size] x", "T, my_batch, batch_size", "x:float32:T,my_batch,batch"),
+        ("float[T, batch_size, 4] x", "T, 4", ""),
+        ("float[N, my_batch, 4] x", "N, my_batch, 4", ""),
+        ("float[?, batch_size, 4] x", "?, batch_size, 4", "x:float32:input_0_dim_0,batch,4"),
+        ("float[T, batch_times_heads, 4] x", "T, batch_times_heads, 4", ""),
+        ("float[T, minibatches_seen, 4] x", "T, minibatches_seen, 4", ""),
+        ("float[T, num_batches, 4] x", "T, num_batches, 4", ""),
+        ("float[T, frames_per_batch, 4] x", "T, frames_per_batch, 4", ""),
+    ],
+)
+def test_the_batch_is_what_is_named_so_where_inputs_agree(
+    tmp_path: Path, inputs: str, output: str, expected: str
+) -> None:
+    summed = [axis for axis, dim in enumerate(inputs[6:].split("]")[0].split(", ")) if dim not in output.split(", ")]
+    reduced = f"at = Constant <value_ints = {summed}> () y = ReduceSum <keepdims = 0> (x, at)"
+    text = RECURRENT.format(inputs=inputs, output=output, body=reduced if summed else "y = Relu(x)", zeros=ZEROS)
+    onnx.save(onnx.parser.parse_model(text), tmp_path / "m.onnx")
+    specs, notes = dimensions.find_batch(tmp_path / "m.onnx")
+    assert " ".join(map(str, specs)) == expected
+    assert [", by its name, and is called 'batch'" in note for note in notes] == [True] * bool(expected)
+
+
+def test_an_input_whose_batch_nothing_tells_leaves_first_dimensions_as_it(tmp_path: Path) -> None:
+    inputs, body = "float[?, ?, 4] x, float[?, 3] z", LAST.replace("y = Squeeze(last, at)", "s = Squeeze(last, at)")
+    text = RECURRENT.format(inputs=inputs, output="?, 3", body=f"{body} y = Add(s, z)", zeros=ZEROS)
+    onnx.save(onnx.parser.parse_model(text), tmp_path / "m.onnx")
+    specs, (note,) = dimensions.find_batch(tmp_path / "m.onnx")
+    assert specs == ()
+    assert "second dimension of 'x', as LSTM has it there, and nothing tells which dimension of 'z' it is" in note
+    assert "if they are not it, call it 'batch' in --input x:float32:batch,input_0_dim_1,4 --input z:" in note
+
+
+def test_outputs_without_names_follow_the_batch_that_was_found(tmp_path: Path) -> None:
+    """Their first dimension was read as that of the inputs, which is time."""
+    text = RECURRENT.format(inputs="float[?, ?, 4] x", output="?, 3", body=LAST, zeros=ZEROS)
+    onnx.save(onnx.parser.parse_model(text), tmp_path / "m.onnx")
+    for given in ((), (TensorSpec.parse("x:float32:T,batch,4"),)):
+        (out := tmp_path / f"out{len(given)}").mkdir()
+        effect = LoadOnnx(source=resolve(str(tmp_path / "m.onnx")), inputs=given).run({}, out, lambda _: None)
+        assert effect.signature is not None
+        assert [str(spec) for spec in effect.signature.outputs] == ["y:float32:batch,3"]
 
 
 def test_a_file_is_loaded_with_the_batch_of_its_recurrent_layers(tmp_path: Path) -> None:

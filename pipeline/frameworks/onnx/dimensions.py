@@ -6,6 +6,7 @@ a first call for given ones in the next call with the same binding, and checks t
 
 import contextlib
 import itertools
+import re
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -46,8 +47,11 @@ def write_inputs(path: Path, given: Sequence[TensorSpec], target: Path) -> None:
     for spec in specs:
         for proto, dim in zip(values[spec.name].type.tensor_type.shape.dim, spec.shape, strict=True):
             _write(proto, dim)
+    refuted = bool(_list_moved(declared.inputs, specs))
     for output, value in zip(declared.outputs, model.graph.output, strict=True):
         for proto, dim in zip(value.type.tensor_type.shape.dim, output.shape, strict=True):
+            if refuted and dim == BATCH and model_file.is_unnamed(proto):
+                continue  # it was read as the batch, as first dimensions of inputs were
             new = _substitute(dim, words)
             # a dimension without a name is not fixed by what is only guessed of it
             if not words.keys().isdisjoint(list_words(dim)) and not (
@@ -123,6 +127,13 @@ def _list_parts(dim: int | str) -> list[str]:
     return sorted(str(dim).split("+"))
 
 
+def _list_moved(own: Sequence[TensorSpec], given: Sequence[TensorSpec]) -> set[str]:
+    """List the words of the file's inputs that become the batch."""
+    shapes = [(mine.shape, spec.shape) for mine, spec in zip(own, given, strict=True)]
+    pairs = (pair for shape in shapes for pair in zip(*shape, strict=True))
+    return {dim for dim, new in pairs if isinstance(dim, str) and new == BATCH != dim}
+
+
 def _substitute(dim: int | str, words: Mapping[str, int | str]) -> int | str:
     """Replace the words of a dimension, those of a sum, too."""
     if isinstance(dim, int):
@@ -138,51 +149,115 @@ def _write(proto: "onnx.TensorShapeProto.Dimension", dim: int | str) -> None:
 
 
 _RECURRENT = ("LSTM", "GRU", "RNN")
-"""Operators whose input has the batch in its second dimension, unless their attribute ``layout`` is 1."""
+"""Operators that take a dimension of each input for the batch, unless their attribute ``layout`` is 1."""
+_BATCH_AXES = {0: 1, 4: 0, 5: 1, 6: 1}
+"""Which one it is, by the place of the input: of the sequences, their lengths, and both states."""
 _BY_ELEMENT = ("Identity", "Cast", "MatMul", "Add", "Mul", "Div", "Relu", "Tanh", "Sigmoid", "LayerNormalization")
 """Operators whose result has the first two dimensions of their first input, of three."""
+_ORDINALS = ("first", "second", "third")
+_EXACT = ("batch_size", "batchsize", "n", "bs")
+"""Usual names of the batch besides ``batch`` itself."""
+_BATCHES = ("batch", "batchsize", "minibatch", "nbatch", "bs", "bsz")
+"""Words that mean the batch, where a name ends in one of them, perhaps before one of these:"""
+_SIZES = ("size", "dim", "dimension", "axis", "num", "n")
+_JOINING = ("times", "mul", "x", "by", "per", "in", "of", "and", "plus", "add")
+"""Words before it in names of products, sums and shares, which are other sizes."""
+_WORD = re.compile("[A-Z]?[a-z]+|[A-Z]+")
 
 
 def find_batch(path: Path, known: Collection[str] = ()) -> tuple[tuple[TensorSpec, ...], tuple[str, ...]]:
-    """Find inputs whose batch is not their first dimension, where that has a name: return them with it, and a note.
+    """Find inputs whose batch is not their first dimension: return them with it, and a note.
 
-    It is a dimension with the word batch in its name, or the one that recurrent layers take for the batch. Nothing is
-    returned where the first dimension is it, or where it is in ``known``: somebody calls it by its own name.
+    It is a dimension that is named so, or the one that recurrent layers take for the batch. Nothing is returned where
+    the first dimension is it, or where it is in ``known``: somebody calls it by its own name. First dimensions without
+    a name are read as the batch unless something tells otherwise; a note alone is returned where that leaves open which
+    one it is in another input.
     """
-    signature = model_file.signature(path)
-    first, words = batch_symbol(signature), set(signature.symbols)
-    by_name = [word for word in signature.symbols if "batch" in word.lower()]
-    if not signature.batched or first in by_name:
+    model, signature = model_file.skeleton(path), model_file.signature(path)
+    dims = [dim for value in model_file.list_inputs(model.graph) for dim in value.type.tensor_type.shape.dim]
+    guessed = BATCH in signature.symbols and all(dim.dim_param != BATCH for dim in dims)
+    first = batch_symbol(signature)
+    if not guessed and (BATCH in signature.symbols or _names_batch(first or "")):
         return (), ()
-    word, why = _find_recurrent(model_file.skeleton(path).graph, signature)
-    if first and by_name:
-        word, why = by_name[0], "by its name"
-    follows = any(word in spec.shape for spec in signature.outputs)
-    if not word or word == first or word not in words or word in known or not follows:
+    axes, kind = _find_recurrent(model.graph, signature)
+    word, why = _choose_by_name(model, signature, first), "by its name"
+    if word:
+        axes = {spec.name: spec.shape.index(word) for spec in signature.inputs if word in spec.shape}
+    elif axes:
+        name, axis = next(iter(axes.items()))
+        word = next(str(spec.shape[axis]) for spec in signature.inputs if spec.name == name)
+        why = f"the {_ORDINALS[axis]} dimension of {name!r}, as {kind} has it there"
+    specs = tuple(_place_batch(spec, position, word, axes) for position, spec in enumerate(signature.inputs))
+    moved = _list_moved(signature.inputs, specs)
+    follows = any(model_file.may_follow(model, signature, dim) for dim in moved)
+    if word not in signature.symbols or (word == first and not guessed) or not moved.isdisjoint(known) or not follows:
         return (), ()
-    specs = tuple(
-        spec.model_copy(update={"shape": tuple(_substitute(dim, {word: BATCH}) for dim in spec.shape)})
-        for spec in signature.inputs
-    )
-    otherwise = f"where {first!r} is the batch" if first else "where there is none"
-    note = f"the batch is taken to be {word!r}, {why}, and is called {BATCH!r}; {otherwise}, say so with "
-    return specs, (note + write_options(signature.inputs),)
+    unknown = [spec.name for spec in signature.inputs if guessed and BATCH in spec.shape and spec.name not in axes]
+    options = write_options(signature.inputs)
+    if unknown:
+        note = f"the batch seems to be {word!r}, {why}, and nothing tells which dimension of {unknown[0]!r} it is"
+        return (), (f"{note}: first dimensions are taken for it; if they are not it, call it {BATCH!r} in {options}",)
+    otherwise = "the first dimension" if guessed else repr(first)
+    otherwise = f"where {otherwise} is the batch" if first else "where there is none"
+    note = f"the batch is taken to be {word!r}, {why}, and is called {BATCH!r}; {otherwise}, say so with {options}"
+    return specs, (note,)
 
 
-def _find_recurrent(graph: "onnx.GraphProto", signature: Signature) -> tuple[str, str]:
-    """Find the word of an input's dimension that a recurrent layer takes for the batch, and why; empty for none."""
-    specs = {spec.name: spec for spec in signature.inputs if len(spec.shape) == 3}
+def _place_batch(spec: TensorSpec, position: int, word: str, axes: Mapping[str, int]) -> TensorSpec:
+    """Call a word of an input the batch, and its dimension in ``axes``; another that was read as it is not, then."""
+    shape = [_substitute(dim, {word: BATCH}) for dim in spec.shape]
+    if spec.name in axes:
+        axis = axes[spec.name]
+        shape = [f"input_{position}_dim_{at}" if own == BATCH else shape[at] for at, own in enumerate(spec.shape)]
+        shape[axis] = BATCH if isinstance(shape[axis], str) else shape[axis]
+    return spec.model_copy(update={"shape": tuple(shape)})
+
+
+def _names_batch(name: str) -> bool:
+    """Tell whether the words of a name say that it is the batch: ``my_batch_size`` does, ``batch_times_heads`` not."""
+    words = [word.lower() for word in _WORD.findall(name)]
+    while words and words[-1] in _SIZES:
+        words.pop()
+    return bool(words) and words[-1] in _BATCHES and set(words[1:-1]).isdisjoint(_JOINING)
+
+
+def _choose_by_name(model: "onnx.ModelProto", signature: Signature, first: str | None) -> str:
+    """Choose the word that is named as the batch, that most inputs have, and outputs follow; empty for none.
+
+    Without a ``first`` dimension that may be it, all inputs must have it.
+    """
+    shaped = [spec for spec in signature.inputs if spec.shape]
+    names = {word: sum(word in spec.symbols for spec in shaped) for word in signature.symbols if _names_batch(word)}
+    usual = bool(first) and first != BATCH and str(first).lower() in _EXACT
+    chosen = [
+        word
+        for word, count in names.items()
+        if word not in (BATCH, first)
+        and (first or count == len(shaped))
+        and (not usual or word.lower() in _EXACT)
+        and model_file.may_follow(model, signature, word)
+    ]
+    return max(chosen, key=lambda word: (names[word], word.lower() in _EXACT), default="")
+
+
+def _find_recurrent(graph: "onnx.GraphProto", signature: Signature) -> tuple[dict[str, int], str]:
+    """Find the dimension of inputs that recurrent layers take for the batch, and name the operator of the first."""
+    values = {spec.name: (spec.name, [*range(len(spec.shape))]) for spec in signature.inputs}
+    axes, kind = dict[str, int](), ""
     for node in graph.node:
-        spec = specs.get(node.input[0]) if node.input else None
-        if spec is None:
-            continue
-        if node.op_type in _BY_ELEMENT:
-            specs[node.output[0]] = spec
-        layout = next((each.i for each in node.attribute if each.name == "layout"), 0)
-        word = spec.shape[1]
-        if node.op_type in _RECURRENT and not layout and isinstance(word, str) and not is_sum(word):
-            return word, f"the second dimension of {spec.name!r}, as {node.op_type} has it there"
-    return "", ""
+        attributes = {each.name: each for each in node.attribute}
+        name, dims = values.get(node.input[0] if node.input else "", ("", []))
+        if node.op_type in _BY_ELEMENT and len(dims) == 3:
+            values[node.output[0]] = name, dims
+        elif node.op_type == "Transpose" and dims and "perm" in attributes:
+            values[node.output[0]] = name, [dims[at] for at in attributes["perm"].ints]
+        elif node.op_type in _RECURRENT and not ("layout" in attributes and attributes["layout"].i):
+            for place, axis in _BATCH_AXES.items():
+                name, dims = values.get(node.input[place] if place < len(node.input) else "", ("", []))
+                if len(dims) > axis:
+                    axes.setdefault(name, dims[axis])
+                    kind = kind or node.op_type
+    return axes, kind
 
 
 def name_outputs(path: Path, sizes: Mapping[str, int], draw: Callable[[Mapping[str, int]], Feeds]) -> tuple[str, ...]:

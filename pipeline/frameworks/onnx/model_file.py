@@ -116,7 +116,7 @@ def signature(path: Path) -> Signature:
 
     So do those whose name is an expression, unless it is a sum (``past + 1``) of words that stand alone in inputs.
     Where no input's first dimension has a name or a fixed size, they are the batch, and so are outputs' without a name.
-    What would be the batch is none where :func:`_may_follow` says that no output follows it.
+    What would be the batch is none where :func:`may_follow` says that no output follows it.
 
     Raises:
         InvalidGraph: the file cannot be read.
@@ -138,7 +138,7 @@ def signature(path: Path) -> Signature:
         tables=_count_table_rows(graph),
     )
     symbol = batch_symbol(declared)
-    return declared.model_copy(update={"batched": symbol is None or _may_follow(model, declared, symbol)})
+    return declared.model_copy(update={"batched": symbol is None or may_follow(model, declared, symbol)})
 
 
 def list_inputs(graph: "onnx.GraphProto") -> "list[onnx.ValueInfoProto]":
@@ -160,7 +160,7 @@ _FEW, _MANY = 3, 1 << 16
 """Sizes that are so far apart that strides, and cuts at a length, do not give the same result for both."""
 
 
-def _may_follow(model: "onnx.ModelProto", declared: Signature, symbol: str) -> bool:
+def may_follow(model: "onnx.ModelProto", declared: Signature, symbol: str) -> bool:
     """Tell whether an output may have other sizes where an input's dimension has.
 
     Not where shape inference gives all of them, the same at two sizes of it. What the file declares of outputs is not
