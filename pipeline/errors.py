@@ -19,7 +19,9 @@ import importlib.metadata
 import os
 import re
 import shlex
+import sys
 import traceback
+import warnings
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import ClassVar, Literal
@@ -195,6 +197,14 @@ LATE: Mapping[str, Late] = {
     NO_TIME_TO_MEASURE: "no time to measure",
 }
 """Reasons of what another run may go on with."""
+
+
+def warn_caller(message: str) -> None:
+    """Warn where the nearest code is that is neither enginesmith's nor torch's, which may be between the two."""
+    level, frame = 1, sys._getframe()
+    while frame.f_back and frame.f_globals.get("__name__", "").split(".")[0] in ("enginesmith", "torch"):
+        level, frame = level + 1, frame.f_back
+    warnings.warn(message, stacklevel=level)
 
 
 def install_command(distribution: str, *flags: str) -> str:

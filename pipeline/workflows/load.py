@@ -13,7 +13,6 @@ import os
 import queue
 import sys
 import threading
-import warnings
 import weakref
 from collections import namedtuple
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -25,7 +24,15 @@ import numpy as np
 
 from enginesmith.pipeline.engines import engine_class
 from enginesmith.pipeline.engines.base import Candidate, Session
-from enginesmith.pipeline.errors import CallError, FidelityError, ModelError, ShapeError, SignatureError, UsageError
+from enginesmith.pipeline.errors import (
+    CallError,
+    FidelityError,
+    ModelError,
+    ShapeError,
+    SignatureError,
+    UsageError,
+    warn_caller,
+)
 from enginesmith.pipeline.execution.settings import Settings
 from enginesmith.pipeline.frameworks import samples
 from enginesmith.pipeline.frameworks.fidelity import Fidelity, Thresholds, compare, describe_failure
@@ -103,7 +110,7 @@ def _find_in_run(folder: Path, variant: str | None, *, trust: bool) -> Stored:
     stored = describe.find_variant(folder, variant)
     folder, run, record = stored.folder, stored.run, stored.record
     for doubt in describe.list_doubts(record):
-        warnings.warn(f"{record.id}: {doubt}", stacklevel=3)
+        warn_caller(f"{record.id}: {doubt}")
     vector = describe.check_vector(folder, record.test_vector) if record.test_vector else None
     work_folder = None
     if engine_class(record.engine).runs_module():
@@ -236,7 +243,7 @@ class LoadedModel:
                 raise ShapeError(message, remedy)
             if word not in self._exceeded:
                 self._exceeded.add(word)
-                warnings.warn(f"{message}: nobody has checked its answers there; {remedy}", stacklevel=3)
+                warn_caller(f"{message}: nobody has checked its answers there; {remedy}")
 
     def _find_outside(self, feeds: Feeds) -> dict[str, tuple[int, str]]:
         """Find the dimensions whose size is outside of its range: that size, and a sentence about it."""

@@ -5,6 +5,8 @@ import gc
 import inspect
 import os
 import pickle
+import threading
+import weakref
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -365,6 +367,56 @@ def test_methods_of_the_original_that_run_it_are_counted(opened: Load) -> None:
     ):
         assert torch.equal(net.generate(x, scale), x * 3 + 1)
     assert net.fallbacks == 1
+
+
+def test_calls_of_the_original_in_other_threads_are_not_counted(opened: Load) -> None:
+    class Slow(Encoder):
+        def generate(self, x: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+            thread = threading.Thread(target=self, args=(scale, x))  # somebody else uses the original meanwhile
+            thread.start()
+            thread.join()
+            return super().generate(x, scale)
+
+    net = opened("y").as_module(Slow())
+    with pytest.warns(UserWarning, match="generate"):
+        net.generate(torch.ones(2, 4), torch.ones(2, 1))
+    assert net.fallbacks == 1
+
+
+def test_warnings_name_the_line_that_calls_the_module(opened: Load) -> None:
+    net, x = torch.nn.Sequential(opened("y", ranged=True).as_module(Encoder())), torch.ones(9, 4)
+    with pytest.warns(UserWarning, match="batch is 9") as warned:
+        net[0](x[:, :1], x)
+    net = torch.nn.Sequential(Replacement(refuse_sizes, torch.nn.Identity(), inputs=("input",)))
+    with pytest.warns(UserWarning, match="too large") as nested:
+        net(x)
+    assert [each.filename for each in (*warned, *nested)] == [__file__] * 2
+
+
+def refuse_sizes(*arguments: torch.Tensor) -> torch.Tensor:
+    raise ShapeError("too large", "give less")
+
+
+def test_a_call_that_the_original_has_no_parameters_for_is_refused(opened: Load) -> None:
+    x, scale = torch.ones(2, 4), torch.full((2, 1), 3.0)
+    net = opened("y").as_module(Encoder())
+    with pytest.raises(CallError, match=r"parameters are scale, x, double, .* too many positional arguments"):
+        net(scale, x, False, 1)
+    with pytest.raises(CallError, match="multiple values for argument 'scale'"):
+        net(scale, x, False, scale=scale)
+    with pytest.raises(CallError, match="missing a required argument: 'scale'"):
+        net(x=x)
+    with pytest.raises(CallError, match="with 3 in order"):
+        opened("y").as_module()(x, scale, scale)
+    assert net.fallbacks == 0
+
+
+def test_what_is_kept_of_a_module_answers_without_it(opened: Load) -> None:
+    module = opened("y").as_module(Encoder())
+    forward, dropped = module.forward, weakref.ref(module)
+    del module
+    assert dropped() is None
+    assert torch.equal(forward(torch.full((2, 1), 3.0), torch.ones(2, 4)), torch.full((2, 4), 3.0))
 
 
 STRUCTURE: Any = {"logits": "y", "hidden": ["y", ["z"]], "cache": None}

@@ -1,7 +1,6 @@
 """Read and check the manifest beside each engine: what it is, what it was made of, and where it may run."""
 
 import struct
-import warnings
 from pathlib import Path
 from typing import Any, Literal
 
@@ -12,7 +11,7 @@ from enginesmith.pipeline.engines.base import MemoryFigures
 from enginesmith.pipeline.engines.tensorrt.layers import Audit
 from enginesmith.pipeline.engines.tensorrt.options import BuildOptions
 from enginesmith.pipeline.engines.tensorrt.versions import FlavourName, installed_version
-from enginesmith.pipeline.errors import MissingCapability, ModelError
+from enginesmith.pipeline.errors import MissingCapability, ModelError, warn_caller
 from enginesmith.pipeline.system.nvidia import cuda_device, driver
 from enginesmith.pipeline.system.software import numbers
 from enginesmith.pipeline.tensors import Signature
@@ -96,7 +95,7 @@ def validate_machine(manifest: EngineManifest, index: int) -> None:
     if reason := misfit(manifest, index):
         raise MissingCapability(f"the engine cannot run here: {reason}", _REMEDY)
     if doubt := find_doubt(manifest, index):
-        warnings.warn(f"the engine may be slower here than one that is built here, or fail: {doubt}", stacklevel=3)
+        warn_caller(f"the engine may be slower here than one that is built here, or fail: {doubt}")
 
 
 def misfit(manifest: EngineManifest, index: int) -> str:

@@ -3,16 +3,14 @@
 import functools
 import inspect
 import threading
-import warnings
-import weakref
 from collections.abc import Callable, Mapping, Sequence
 from inspect import Parameter, Signature
-from typing import Any, Self, cast
+from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
 
-from enginesmith.pipeline.errors import CallError, ShapeError, UsageError
+from enginesmith.pipeline.errors import CallError, ShapeError, UsageError, warn_caller
 
 _NAMES_OUTPUTS = "return_dict"
 """Switch of transformers that asks for outputs by name."""
@@ -46,8 +44,7 @@ class Replacement(nn.Module):
         place = str(device) if torch.cuda.is_available() else "cpu"
         self.model, self.original, self._place = model, eager, torch.empty(0, device=place)
         self._inputs, self._names_outputs = tuple(inputs), names_outputs
-        self.fallbacks = 0
-        """Calls that the original answered."""
+        self._fallbacks = _Fallbacks()
         self._prepare()
         self.eval()
 
@@ -55,16 +52,22 @@ class Replacement(nn.Module):
         """Make what is not pickled.
 
         ``forward`` shows the parameters of the original, as callers give what they see there, and ``torch.compile``
-        around this module does not look into it: there may be a module in the engine.
+        around this module does not look into it: there may be a module in the engine. It does not refer to this module,
+        which is freed where it is dropped, with the engine.
         """
-        self._caller = _Caller(self._inputs, self._names_outputs, self.original)
-        answer = functools.partial(type(self)._answer, cast(Self, weakref.proxy(self)))
+        caller = _Caller(self._inputs, self._names_outputs, self.original)
+        answer = functools.partial(_answer, caller, self.model, self.original, self._fallbacks)
         self.forward = torch.compiler.disable(answer)  # type: ignore[no-untyped-call]
-        self.forward.__signature__ = self._caller.signature  # type: ignore[attr-defined]
+        self.forward.__signature__ = caller.signature  # type: ignore[attr-defined]
+
+    @property
+    def fallbacks(self) -> int:
+        """Count of calls that the original answered."""
+        return self._fallbacks.count
 
     def __getstate__(self) -> dict[str, Any]:
         """Leave out what cannot be pickled."""
-        return {name: value for name, value in self.__dict__.items() if name not in ("_caller", "forward")}
+        return {name: value for name, value in self.__dict__.items() if name != "forward"}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)  # type: ignore[no-untyped-call]
@@ -106,41 +109,63 @@ class Replacement(nn.Module):
             return self._count_within(original, found) if mine else found
 
     def _count_within(self, original: nn.Module, method: Callable[..., Any]) -> Callable[..., Any]:
-        """Wrap a method of the original, so that calls of the original in it are counted."""
+        """Wrap a method of the original, so that its own calls of the original are counted, not those of others."""
 
         @functools.wraps(method)
         def call(*arguments: Any, **named: Any) -> Any:
             reason = f"{method.__name__}() is a method of the original module and runs that, not the engine"
-            with original.register_forward_pre_hook(lambda *_: self._count(reason)):
+            thread = threading.get_ident()
+
+            def count(*_: object) -> None:
+                if threading.get_ident() == thread:
+                    self._fallbacks.add(reason)
+
+            with original.register_forward_pre_hook(count):
                 return method(*arguments, **named)
 
         return call
 
-    def _answer(self, *arguments: Any, **named: Any) -> Any:
-        """Run the engine; count the calls that it leaves to the original, and warn of the first.
 
-        Raises:
-            CallError: there is no original, and an input is missing, or a keyword asks for what is not in the engine.
-            ShapeError: there is no original, and the engine does not take these shapes.
-            SignatureError: the types of the inputs do not fit.
-        """
-        try:
-            given, by_name = self._caller.fit(arguments, named)
-            return self.model(*given, **by_name)
-        except (CallError, ShapeError) as error:
-            if self.original is None:
-                raise
-            self._count(f"the engine does not take this call, so the original module answers: {error.message}")
-        with torch.no_grad():
-            return self.original(*arguments, **named)
+def _answer(
+    caller: "_Caller",
+    model: Callable[..., Any],
+    original: nn.Module | None,
+    fallbacks: "_Fallbacks",
+    *arguments: Any,
+    **named: Any,
+) -> Any:
+    """Run the engine; count the calls that it leaves to the original, and warn of the first.
 
-    def _count(self, reason: str) -> None:
-        """Count a call that the original answers, and warn of the first."""
+    Raises:
+        CallError: the original takes no such call; or there is none, and an input is missing, or a keyword asks for
+            what is not in the engine.
+        ShapeError: there is no original, and the engine does not take these shapes.
+        SignatureError: the types of the inputs do not fit.
+    """
+    try:
+        given, by_name = caller.fit(arguments, named)
+        return model(*given, **by_name)
+    except (CallError, ShapeError) as error:
+        if original is None:
+            raise
+        caller.check(arguments, named)
+        fallbacks.add(f"the engine does not take this call, so the original module answers: {error.message}")
+    with torch.no_grad():
+        return original(*arguments, **named)
+
+
+class _Fallbacks:
+    """Count calls that the original answers, and warn of the first."""
+
+    def __init__(self) -> None:
+        self.count = 0
+
+    def add(self, reason: str) -> None:
         with _counting:
-            self.fallbacks += 1
-            first = self.fallbacks == 1
+            self.count += 1
+            first = self.count == 1
         if first:
-            warnings.warn(f"{reason}; further such calls are counted (fallbacks) and not told", stacklevel=3)
+            warn_caller(f"{reason}; further such calls are counted (fallbacks) and not told")
 
 
 class _Caller:
@@ -155,10 +180,20 @@ class _Caller:
         self._same_names = eager is not None and {*inputs} <= {*ordered}
         self._same_order = tuple(ordered[: len(inputs)]) == inputs
 
+    def check(self, arguments: tuple[Any, ...], named: Mapping[str, Any]) -> None:
+        """Check that the original has parameters for a call; CallError if it has not."""
+        try:
+            self.signature.bind(*arguments, **named)
+        except TypeError as error:
+            names = ", ".join(name for name, each in self._parameters.items() if each.kind is not Parameter.VAR_KEYWORD)
+            message = f"the original module's parameters are {names}, and a call does not fit them: {error}"
+            raise CallError(message, "give each once, in this order or by name") from error
+
     def fit(self, arguments: tuple[Any, ...], named: Mapping[str, Any]) -> tuple[tuple[Any, ...], Mapping[str, Any]]:
         """Leave out keywords that change nothing, and name arguments whose order is not that of the engine's inputs."""
         if arguments and self._same_names and (not self._same_order or len(arguments) > len(self._inputs)):
-            bound = self.signature.bind_partial(*arguments, **named)
+            self.check(arguments, named)
+            bound = self.signature.bind(*arguments, **named)
             rest = {name for name in bound.arguments if self._parameters[name].kind is Parameter.VAR_KEYWORD}
             named = {name: value for name, value in bound.arguments.items() if name not in rest}
             arguments = ()
