@@ -489,7 +489,7 @@ def test_a_file_of_another_domain_alone_is_loaded_with_the_opset_of_that(tmp_pat
     assert effect.summary == "1 nodes, opset 3 of ai.onnx.ml, 0 parameters"
 
 
-def save_classifier(path: Path, *, shaped: bool, label_read: bool = False) -> Path:
+def save_classifier(path: Path, *, shaped: bool, read_answered: bool = False) -> Path:
     """Save a classifier whose probabilities are mapped to classes; ``shaped``: the file tells what is mapped."""
     text = """<ir_version: 8, opset_import: ["" : 17, "ai.onnx.ml" : 3]>
     g (float[N, 4] x) => (int64[N] label, float[N, 4] scores) {
@@ -503,7 +503,7 @@ def save_classifier(path: Path, *, shaped: bool, label_read: bool = False) -> Pa
     model.graph.output[1].type.CopyFrom(helper.make_sequence_type_proto(table))
     if shaped:
         model.graph.value_info.append(helper.make_tensor_value_info("p", TensorProto.FLOAT, ["N", 4]))
-    if label_read:
+    if read_answered:
         model.graph.output.append(helper.make_tensor_value_info("p", TensorProto.FLOAT, ["N", 4]))
     onnx.save(model, path)
     return path
@@ -537,10 +537,19 @@ def test_probabilities_that_are_mapped_to_classes_are_answered_as_a_tensor(tmp_p
     assert inspect(path)["outputs"][1] == "scores:float32:N,4"
 
 
-def test_a_map_of_what_is_an_output_itself_is_refused(tmp_path: Path) -> None:
-    path = save_classifier(tmp_path / "net.onnx", shaped=True, label_read=True)
-    with pytest.raises(SignatureError, match="the output 'scores' is a sequence"):
-        LoadOnnx(source=resolve(str(path))).run({}, tmp_path, lambda _: None)
+@pytest.mark.parametrize("shaped", [True, False])
+def test_a_map_beside_the_tensor_that_it_reads_is_a_copy_of_it(tmp_path: Path, *, shaped: bool) -> None:
+    path = save_classifier(tmp_path / "net.onnx", shaped=shaped, read_answered=True)
+    (out := tmp_path / "out").mkdir()
+    effect = LoadOnnx(source=resolve(str(path))).run({}, out, lambda _: None)
+    assert effect.signature is not None
+    outputs = [str(spec) for spec in effect.signature.outputs]
+    assert outputs == ["label:int64:N", "scores:float32:N,4", "p:float32:N,4"]
+    assert [note for note in effect.notes if "'scores' maps classes to numbers (ZipMap)" in note] == [*effect.notes]
+    feeds = {"x": np.random.default_rng(0).standard_normal((5, 4), np.float32)}
+    _, scores, read = evaluator.run_graph(out / effect.file, feeds)
+    assert (scores == read).all()
+    assert (read == evaluator.run_graph(path, feeds)[2]).all()
 
 
 @pytest.mark.parametrize("typed", [True, False])

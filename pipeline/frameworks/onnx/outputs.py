@@ -32,7 +32,7 @@ def complete(path: Path, folder: Path, draw: Draw) -> tuple[Path, tuple[str, ...
     """
     model = model_file.read(path)
     before = [value.SerializeToString() for value in model.graph.output]
-    notes = (*_unwrap_maps(model.graph), *_write_types(model))
+    notes = (*_unwrap_maps(model), *_write_types(model))
     unknown = [value for value in model.graph.output if model_file.lacks_shape(value)]
     if not unknown and [value.SerializeToString() for value in model.graph.output] == before:
         return path, ()
@@ -61,32 +61,55 @@ def _read_signature(model: "onnx.ModelProto", folder: Path, name: str) -> Signat
     return model_file.signature(placeholder)
 
 
-def _unwrap_maps(graph: "onnx.GraphProto") -> list[str]:
-    """Replace outputs that a ZipMap makes by what it reads, without a shape, in place; return a note on each."""
-    from onnx import TensorProto
+def _unwrap_maps(model: "onnx.ModelProto") -> list[str]:
+    """Replace outputs that a ZipMap makes by what it reads, in place; return a note on each.
 
+    They are copies where that is an output itself.
+    """
+    graph = model.graph
     notes, outputs = list[str](), {value.name: value for value in graph.output}
     for node in [node for node in graph.node if node.op_type == "ZipMap" and node.output[0] in outputs]:
         read, name = node.input[0], node.output[0]
         made = {output for other in graph.node for output in other.output}
-        if read not in made or read in outputs or any(name in other.input for other in traversal.walk(graph.node)):
+        if read not in made or any(name in other.input for other in traversal.walk(graph.node)):
             continue
+        if read in outputs and all(entry.domain for entry in model.opset_import):
+            continue  # it has no Identity
         classes = [text.decode() for each in node.attribute for text in each.strings]
         classes += [str(number) for each in node.attribute for number in each.ints]
-        graph.node.remove(node)
-        for other in traversal.walk(graph.node):
-            for names in (other.input, other.output):
-                names[:] = [name if each == read else each for each in names]
-        outputs[name].type.tensor_type.elem_type = TensorProto.FLOAT  # the only type that the operator takes
-        for value in [value for value in graph.value_info if value.name in (read, name)]:
-            if value.name == read and value.type.tensor_type.elem_type == TensorProto.FLOAT:
-                outputs[name].type.CopyFrom(value.type)
-            graph.value_info.remove(value)
+        if read in outputs:
+            node.CopyFrom(type(node)(op_type="Identity", name=node.name, input=[read], output=[name]))
+        else:
+            graph.node.remove(node)
+            _rename(graph, read, name)
+        _write_type_of_map(graph, outputs[name], read)
         notes.append(
             f"the output {name!r} maps classes to numbers (ZipMap), and is the tensor of these numbers instead, a "
             f"column for each class: {name_some(classes, _SHOWN)}"
         )
     return notes
+
+
+def _rename(graph: "onnx.GraphProto", old: str, new: str) -> None:
+    """Call a value otherwise, where it is made and read."""
+    for node in traversal.walk(graph.node):
+        for names in (node.input, node.output):
+            names[:] = [new if each == old else each for each in names]
+
+
+def _write_type_of_map(graph: "onnx.GraphProto", output: "onnx.ValueInfoProto", read: str) -> None:
+    """Write the type of the tensor that a map was made of, with the shape that the file has of it, if any."""
+    from onnx import TensorProto
+
+    output.type.tensor_type.elem_type = TensorProto.FLOAT  # the only type that the operator takes
+    for value in [value for value in (*graph.value_info, *graph.output) if value.name == read]:
+        if value.type.tensor_type.elem_type == TensorProto.FLOAT:
+            output.type.CopyFrom(value.type)
+    known = {value.name for value in graph.output}
+    for value in [
+        value for value in graph.value_info if value.name == output.name or (value.name == read not in known)
+    ]:
+        graph.value_info.remove(value)
 
 
 def _write_types(model: "onnx.ModelProto") -> list[str]:
