@@ -421,8 +421,8 @@ class Engine(BaseModel, ABC, frozen=True, extra="forbid"):
         return PackageFacts()
 
     @classmethod
-    def from_package(cls, options: Mapping[str, Any]) -> "Engine":
-        """Make the engine for :attr:`PackageFacts.options`, with none that a file could allow itself."""
+    def from_package(cls, main: Path, options: Mapping[str, Any]) -> "Engine":
+        """Make the engine for ``main`` and its :attr:`PackageFacts.options`, with none that it could allow itself."""
         return cls()
 
     @classmethod

@@ -280,7 +280,7 @@ def test_options_of_the_provider_are_variants_and_reach_bundles() -> None:
     session = engine.package_facts(Path("none.onnx"), Device(kind="cuda", index=1)).options["session"]
     own = {"prefer_nhwc": "1", "cudnn_conv_algo_search": "HEURISTIC", "sdpa_kernel": "2", "enable_cuda_graph": "1"}
     assert session["provider_options"] == [{"use_tf32": "0", **own}, {}]
-    packaged = OnnxRuntime.from_package({"session": session})
+    packaged = OnnxRuntime.from_package(Path("none.onnx"), {"session": session})
     assert isinstance(packaged, OnnxRuntime)
     assert sorted(packaged.provider_options) == ["cudnn_conv_algo_search=HEURISTIC", "prefer_nhwc=1", "sdpa_kernel=2"]
     assert engine.package_facts(Path("none.onnx"), Device()).options["session"]["provider_options"] == [{}]

@@ -145,7 +145,7 @@ def test_a_copy_of_a_trusted_model_is_opened_as_that_was(made: ExampleRun, tmp_p
 def test_engines_with_host_code_are_loaded_only_where_their_maker_is_trusted() -> None:
     options = {"tf32": False, "host_code": True}
     assert (TensorRT.needs_trust(options), TensorRT.needs_trust({})) == (True, False)
-    engine = TensorRT.from_package(options)
+    engine = TensorRT.from_package(Path(), options)
     assert (engine.options.host_code, engine.options.tf32) == (True, False)
 
 

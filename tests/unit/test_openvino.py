@@ -397,7 +397,7 @@ def test_precision_is_explicit(precision: str, floats: str) -> None:
     engine: Any = configuration.engine
     assert engine.floats == floats
     assert engine.package_facts(Path(), Device()).options["INFERENCE_PRECISION_HINT"] == floats
-    assert OpenVINO.from_package(engine.package_facts(Path(), Device()).options) == engine
+    assert OpenVINO.from_package(Path(), engine.package_facts(Path(), Device()).options) == engine
 
 
 def test_triton_gets_the_options_of_the_run() -> None:
@@ -516,7 +516,7 @@ def test_the_batch_sizes_of_a_recipe_reach_the_engine_and_its_packages() -> None
     assert isinstance(made.engine, OpenVINO)
     assert made.engine.fixed_batches == (1, 2, 3, 4)
     options = made.engine.package_facts(Path("model.xml"), CPU).options
-    assert OpenVINO.from_package(json.loads(json.dumps(options))).fixed_batches == (1, 2, 3, 4)
+    assert OpenVINO.from_package(Path(), json.loads(json.dumps(options))).fixed_batches == (1, 2, 3, 4)
 
 
 def test_a_bundle_answers_fixed_and_other_batch_sizes(tmp_path: Path) -> None:

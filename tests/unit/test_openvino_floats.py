@@ -126,7 +126,8 @@ def test_what_the_graph_has_in_float32_is_computed_in_it(
     (low, _), (high, layers) = measure_error("low"), measure_error("high", *kept)
     assert high < low / 8
     assert layers[precision] > 0
-    loaded = OpenVINO.from_package(able.package_facts(tmp_path / "high" / "engine" / "model.xml", CPU).options)
+    main = tmp_path / "high" / "engine" / "model.xml"
+    loaded = OpenVINO.from_package(main, able.package_facts(main, CPU).options)
     assert loaded.floats == ("f16" if floats == "f16" else "f32")  # type: ignore[attr-defined]
     monkeypatch.setattr(sessions, "mark_float32", lambda graph, nodes: None)
     monkeypatch.setattr(sessions, "choose_hint", lambda graph, floats: floats)

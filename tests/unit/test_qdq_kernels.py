@@ -409,18 +409,26 @@ def test_activations_beside_weights_in_blocks_are_rounded_where_that_is_asked_fo
 
 def test_packages_name_how_products_with_weights_in_blocks_are_computed(tmp_path: Path) -> None:
     entry = "session.qdq_matmulnbits_accuracy_level"
+    main = _save_blocks(tmp_path / "model.onnx")
     for rounded, value in ((False, "1"), (True, "4")):
         engine = OnnxRuntime(int8_activations=rounded)
-        options = engine.package_facts(_save_blocks(tmp_path / "model.onnx"), Device()).options
+        options = engine.package_facts(main, Device()).options
         assert options["config_entries"] == {entry: value}
-        assert OnnxRuntime.from_package(options).int8_activations is rounded  # type: ignore[attr-defined]
+        assert OnnxRuntime.from_package(main, options).int8_activations is rounded  # type: ignore[attr-defined]
         backend = engine.triton()
         assert backend is not None
         text = " ".join(Message(backend.configure(options, "cpu")).lines())
         assert ("level: -1" in text) is (entry in "".join(backend.remark({"options": options}))) is not rounded
     older = {**options, "config_entries": {}}
-    assert OnnxRuntime.from_package(older).int8_activations, "by default"  # type: ignore[attr-defined]
+    assert OnnxRuntime.from_package(main, older).int8_activations, "by default"  # type: ignore[attr-defined]
     backend.configure({name: value for name, value in options.items() if name != "config_entries"}, "cpu")
+
+
+def test_a_package_without_products_with_weights_in_blocks_rounds_no_activations(tmp_path: Path) -> None:
+    ir.save(parse_graph("net (float[n, 4] x) => (float[n, 4] y) { y = Relu(x) }", 21), main := tmp_path / "model.onnx")
+    options = OnnxRuntime().package_facts(main, Device()).options
+    assert options["config_entries"] == {}
+    assert OnnxRuntime.from_package(main, options).arithmetic == "fp32"
 
 
 @pytest.mark.parametrize(

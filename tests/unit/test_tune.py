@@ -223,7 +223,7 @@ def test_the_best_throughput_of_several_callers_decides(tuned: Tuned, monkeypatc
 )
 def test_packages_have_what_was_chosen(engine: Any, parameters: dict[str, str], remarks: int) -> None:
     options = engine.package_facts(Path("none.onnx"), Device(threads=4)).options
-    again = type(engine).from_package(json.loads(json.dumps(options)))
+    again = type(engine).from_package(Path("none.onnx"), json.loads(json.dumps(options)))
     assert {*engine.session_options} <= {*again.session_options}
     backend = engine.triton()
     text = " ".join(Message(backend.configure(options, "cpu")).lines())

@@ -235,7 +235,7 @@ class OnnxRuntime(Engine):
         return dict(text.split("=", 1) for text in self.session_options)
 
     @classmethod
-    def from_package(cls, options: Mapping[str, Any]) -> Engine:
+    def from_package(cls, main: Path, options: Mapping[str, Any]) -> Engine:
         """Take the optimization level and known options; the graph is optimized when it is loaded."""
         by_name = {value: key for key, value in LEVELS.items()}
         level = by_name.get(options.get("graph_optimization_level", ""), "all")
@@ -243,13 +243,16 @@ class OnnxRuntime(Engine):
         entries = {THREADS: options.get(THREADS) or None, SPINNING: options.get("config_entries", {}).get(SPINNING)}
         tuned = tuple(f"{name}={value}" for name, value in entries.items() if value is not None)
         left_out = tuple(options.get("session", {}).get("disabled_optimizers", ()))
+        accuracy = options.get("config_entries", {}).get(ACCURACY)
+        if accuracy is None and quantizes_weights_alone(main):  # an older package, whose run used the default
+            accuracy = INT8
         return cls(
             graph_optimization=level,
             save_optimized=False,
             provider_options=given,
             session_options=tuned,
             without=left_out,
-            int8_activations=options.get("config_entries", {}).get(ACCURACY, INT8) == INT8,
+            int8_activations=accuracy == INT8,
         )
 
     @classmethod

@@ -244,7 +244,7 @@ class OnnxRuntimeTensorRT(OnnxRuntime):
         return self.model_copy(update={"provider_options": (*self.provider_options, *texts)})
 
     @classmethod
-    def from_package(cls, options: Mapping[str, Any]) -> Engine:
+    def from_package(cls, main: Path, options: Mapping[str, Any]) -> Engine:
         return cls(provider_options=providers.packaged_settings(cls.provider, options))
 
     def load(self, artifact: Artifact, device: Device) -> OnnxRuntimeSession:

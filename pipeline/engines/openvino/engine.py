@@ -129,7 +129,7 @@ class OpenVINO(Engine):
         return PackageFacts(options={**options, _FIXED: self.fixed_batches})
 
     @classmethod
-    def from_package(cls, options: Mapping[str, Any]) -> Engine:
+    def from_package(cls, main: Path, options: Mapping[str, Any]) -> Engine:
         threads = int(options.get(session.THREADS, 0))
         tuned = (f"{session.THREADS}={threads}",) if threads else ()
         floats, fixed = options.get("INFERENCE_PRECISION_HINT", "f32"), tuple(options.get(_FIXED, ()))

@@ -179,7 +179,7 @@ class TensorRT(WorkspaceEngine):
         return PackageFacts(record.version, record.compute_capabilities, options)
 
     @classmethod
-    def from_package(cls, options: Mapping[str, Any]) -> "TensorRT":
+    def from_package(cls, main: Path, options: Mapping[str, Any]) -> "TensorRT":
         tf32, host_code = bool(options.get("tf32", True)), cls.needs_trust(options)
         return cls(options=BuildOptions(tf32=tf32, host_code=host_code))
 

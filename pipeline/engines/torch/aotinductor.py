@@ -214,7 +214,7 @@ class AOTInductor(Engine):
         return PackageFacts(version=record.torch, options=options, module="torch")
 
     @classmethod
-    def from_package(cls, options: Mapping[str, Any]) -> Engine:
+    def from_package(cls, main: Path, options: Mapping[str, Any]) -> Engine:
         return cls(dtype=options["dtype"])
 
     def environment_key(self, device: Device) -> dict[str, Any]:

@@ -65,7 +65,7 @@ def verify(
     result = result.model_copy(update={"unverified": find_unverified(vector.unstable, vector.outputs, result.sets)})
     verdict = "answers its test vector" if result.passed else "does not answer its test vector"
     beside = result.describe_unverified() if result.passed else ""
-    return f"{folder}: {checked}; {manifest.variant} {verdict}{beside}{_note_version(manifest)}", result
+    return f"{folder}: {checked}; {manifest.variant} {verdict}{beside}{_note_version(folder, manifest)}", result
 
 
 def require_trust(manifest: Manifest, *, trust: bool) -> None:
@@ -84,7 +84,7 @@ def answer(folder: Path, manifest: Manifest, feeds: Feeds, timeout_seconds: floa
         MissingCapability: this machine cannot run the engine.
         StepError: the engine's process ended without an answer.
     """
-    engine, device = _engine(manifest), Device(kind=manifest.engine.device)
+    engine, device = _engine(folder, manifest), Device(kind=manifest.engine.device)
     if not engine.memory_from_torch:
         worker.preload_only((*_MODULES, *engine.modules))
     engine.require(device)
@@ -102,7 +102,7 @@ def run_script(folder: Path, manifest: Manifest) -> str:
     Raises:
         ModelError: its answers are not those of the test vector, or it fails where this machine can run the engine.
     """
-    engine = _engine(manifest)
+    engine = _engine(folder, manifest)
     runnable = engine.runnable(Device(kind=manifest.engine.device)).ok
     command = [sys.executable, "-B", str(folder.resolve() / manifests.INFER)]
     try:
@@ -121,9 +121,9 @@ def run_script(folder: Path, manifest: Manifest) -> str:
     return "its answers match the test vector"
 
 
-def _engine(manifest: Manifest) -> Engine:
+def _engine(folder: Path, manifest: Manifest) -> Engine:
     """Make the engine, with no option that a file could allow itself, except what :func:`require_trust` asks for."""
-    return engine_class(manifest.engine.name).from_package(manifest.engine.options)
+    return engine_class(manifest.engine.name).from_package(folder / manifest.engine.file, manifest.engine.options)
 
 
 def candidate(folder: Path, manifest: Manifest) -> Candidate:
@@ -132,7 +132,7 @@ def candidate(folder: Path, manifest: Manifest) -> Candidate:
     Raises:
         SourceError: the folder's path is not UTF-8, which engines take no other path in.
     """
-    engine, path = _engine(manifest), folder / manifest.engine.file
+    engine, path = _engine(folder, manifest), folder / manifest.engine.file
     require_utf8(str(path), "the bundle's engine")
     file_entry, threads = manifest.files[manifest.engine.file], manifest.origin.recipe.get("threads")
     kind: Kind = "onnx" if engine.loads_graph else "engine"
@@ -166,9 +166,9 @@ def _result(manifest: Manifest, fidelity: Fidelity) -> StageFidelity:
     )
 
 
-def _note_version(manifest: Manifest) -> str:
+def _note_version(folder: Path, manifest: Manifest) -> str:
     """Say which version of the engine's package ran, the first that is installed, if it is another one."""
-    for name in _engine(manifest).tools:
+    for name in _engine(folder, manifest).tools:
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):
             here = importlib.metadata.version(name)
             package = f"{manifest.engine.name} {manifest.engine.version}"
