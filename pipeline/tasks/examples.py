@@ -162,8 +162,8 @@ def widen_numbers(
     if refusal := _find_refusal(session, cases, example, wide, seed):
         names = ", ".join(map(repr, narrow))
         return dict(example), [
-            f"{made}{names} has only 0 and 1 in them, as the model {refusal}: other numbers are verified if samples "
-            "with real ones are given with --eval DATA"
+            f"{made}{names} {'has' if len(narrow) == 1 else 'have'} only 0 and 1 in them, as the model {refusal}: "
+            "other numbers are verified if samples with real ones are given with --eval DATA"
         ]
     return wide, [f"{made}{', '.join(spans)}; --eval DATA gives real ones"]
 

@@ -168,6 +168,11 @@ def save_quantities(path: Path, dtype: str, end: str, body: str, name: str = "x"
         ("int64", "bool", "y = Greater(x, two)", False),
         ("int64", "bool", "y = Cast <to = 9> (x)", False),
         ("int64", "float", "a = Mul(x, two) b = Div(a, two) c = Flatten(b) y = Gather(table, c)", False),
+        (  # an index that is computed as a float
+            *("uint8", "float", "a = Cast <to = 1> (x) b = Sub(a, one) c = Cast <to = 7> (b) y = Gather(table, c)"),
+            False,
+        ),
+        ("uint8", "uint8", "a = Cast <to = 1> (x) b = Mul(a, one) c = Floor(b) y = Cast <to = 2> (c)", True),
         ("int64", "int64", "s = Shape(x) y = Add(x, s)", True),
         ("int64", "float", "y = DequantizeLinear(x, one)", True),
     ],
@@ -239,3 +244,18 @@ def test_quantities_are_0_and_1_where_the_model_refuses_large_ones() -> None:
     assert "'x' has only 0 and 1 in them, as the model refuses larger ones (there are two places): other" in note
     own = {"x": drawn["x"] * 7}
     assert examples.widen_numbers(session, cases, own, ["x"], seed=0) == (own, [])
+
+
+def test_several_refused_quantities_have_a_note_in_the_plural() -> None:
+    specs = tuple(TensorSpec.parse(f"{name}:int32:batch,4") for name in "xz")
+    made = Signature(inputs=specs, outputs=specs)
+
+    def run(feeds: Feeds) -> Feeds:
+        if feeds["x"].max() > 1:
+            raise ModelError("too large")
+        return {}
+
+    session: Any = SimpleNamespace(signature=made, run=run)
+    cases = samples.plan_cases(made, {"batch": ShapeRange(min=1, opt=8, max=8)}, (8,))
+    _, (note,) = examples.widen_numbers(session, cases, examples.draw_feeds(made, {"batch": 8}), ["x", "z"], seed=0)
+    assert "'x', 'z' have only 0 and 1 in them, as the model refuses larger ones (too large): other numbers" in note

@@ -397,6 +397,7 @@ _CARRYING = (
 """Operators whose results are numbers if their inputs are, and indices or masks if those are."""
 _OF_NUMBERS = ("Div", "Mod", "BitShift", "BitwiseAnd", "BitwiseOr", "BitwiseXor", "BitwiseNot")
 """Operators of whole numbers that nobody applies to masks; their results may be indices."""
+_ROUNDING = ("Floor", "Ceil", "Round")
 _OF_FEATURES = (
     *("DequantizeLinear", "QLinearConv", "QLinearMatMul", "ConvInteger", "MatMulInteger"),
     *("TreeEnsemble", "TreeEnsembleClassifier", "TreeEnsembleRegressor", "LinearClassifier", "LinearRegressor"),
@@ -413,7 +414,8 @@ def list_quantities(path: Path, signature: Signature) -> tuple[str, ...]:
 
     They are followed through all that is made of them. Nothing is compared with them, divided by them, or read by a
     graph within a node. Where they are cast to floats, as masks are, something else tells that they are numbers: they
-    have at most 16 bits, or were divided, shifted or combined bit by bit.
+    have at most 16 bits, or were divided, shifted or combined bit by bit. Floats that become whole numbers again are
+    followed, too.
     """
     readers = defaultdict[str, list["onnx.NodeProto"]](list)
     for node in skeleton(path).graph.node:
@@ -434,14 +436,33 @@ def _are_quantities(name: str, readers: "Mapping[str, list[onnx.NodeProto]]", *,
             kind, is_first = node.op_type, value not in node.input[1:]
             if kind in choices.SHAPES or (kind in _OF_FEATURES and is_first):
                 continue
-            cast = dtype_name(next(each.i for each in node.attribute if each.name == "to")) if kind == "Cast" else "int"
             if kind not in (*_CARRYING, *_OF_NUMBERS) or not (is_first or kind in _OF_ALIKE):
                 return False
-            if "int" in cast:
+            target = _read_cast(node)
+            if target is None or "int" in target:
                 pending |= {(result, known or kind in _OF_NUMBERS) for result in node.output} - seen
-            elif not (known and "float" in cast):
+            elif known and "float" in target:
+                pending |= {(result, True) for result in _list_whole_again(node.output[0], readers)} - seen
+            else:
                 return False
     return True
+
+
+def _list_whole_again(name: str, readers: "Mapping[str, list[onnx.NodeProto]]") -> set[str]:
+    """List the whole numbers that floats are cast to once they were computed with one by one, as indices are."""
+    pending, seen, whole = {name}, set[str](), set[str]()
+    while pending:
+        seen.add(value := pending.pop())
+        for node in readers.get(value, ()):
+            if node.op_type in (*_CARRYING, *_OF_NUMBERS, *_ROUNDING):
+                target = _read_cast(node)
+                (whole if target and "int" in target else pending).update({*node.output} - seen)
+    return whole
+
+
+def _read_cast(node: "onnx.NodeProto") -> str | None:
+    """Read the dtype that a node casts to; None if it is no Cast."""
+    return dtype_name(next(each.i for each in node.attribute if each.name == "to")) if node.op_type == "Cast" else None
 
 
 COUNTING = ("Shape", "Size", "ArgMax", "ArgMin", "NonZero", "TopK")
