@@ -332,12 +332,12 @@ def _warn_of_engines(run: Run) -> Iterator[str]:
         graphs = dict[tuple[str, int], float]()
         losses = list[tuple[float, float, float]]()
         for entry in record.fidelity if record.status != "failed" else ():
-            place, found = (entry.point, entry.batch), entry.sqnr_db
+            place, sqnr_db = (entry.point, entry.batch), entry.sqnr_db
             graph = graphs.pop(place, None)
-            if found is not None and entry.stage.partition("-")[0] in _LOWERING:
-                graphs[place] = found
-            elif found is not None and graph and found < min(_SUSPECT_DB, graph - _SUSPECT_LOSS_DB):
-                losses.append((graph - found, graph, found))
+            if sqnr_db is not None and entry.stage.partition("-")[0] in _LOWERING:
+                graphs[place] = sqnr_db
+            elif sqnr_db is not None and graph and sqnr_db < min(_SUSPECT_DB, graph - _SUSPECT_LOSS_DB):
+                losses.append((graph - sqnr_db, graph, sqnr_db))
         if losses:
             _, right, engine = max(losses)
             yield (

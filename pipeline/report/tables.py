@@ -87,8 +87,8 @@ class Table:
     @staticmethod
     def split_interval(cell: str) -> tuple[str, str] | None:
         """Split a cell before its interval, between which and the number alone a line may break; None without one."""
-        found = _INTERVAL.fullmatch(cell)
-        return (found[1], found[2]) if found else None
+        interval = _INTERVAL.fullmatch(cell)
+        return (interval[1], interval[2]) if interval else None
 
     @property
     def groups(self) -> list[list[int]]:

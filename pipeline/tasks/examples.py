@@ -370,10 +370,10 @@ def find_choosing(session: Session, cases: Sequence[samples.Case], folder: Path)
     """Find the outputs whose rows the baseline chooses by values, at the feeds of any case; None where any may be."""
     choosing = set[str]()
     for index in range(len(cases)):
-        found = session.find_choosing(samples.read_arrays(folder, "feeds", index))
-        if found is None:
+        names = session.find_choosing(samples.read_arrays(folder, "feeds", index))
+        if names is None:
             return None
-        choosing |= found
+        choosing |= names
     return tuple(sorted(choosing))
 
 

@@ -100,8 +100,8 @@ class Goal(BaseModel, frozen=True, extra="forbid"):
         reasons += [reason] if reason else []
         error = drop if drop is not None and self.max_drop is not None else _FAR - (-1e3 if sqnr is None else sqnr)
         why = "; ".join(reasons)
-        found = {"drop": drop, "drop_high": high, "sqnr_db": sqnr, "missing_samples": missing}
-        return Judgement(passed=not why, error=error, reason=why, **found), reads
+        figures = {"drop": drop, "drop_high": high, "sqnr_db": sqnr, "missing_samples": missing}
+        return Judgement(passed=not why, error=error, reason=why, **figures), reads
 
     def _describe_failure(self, compared: Fidelity) -> str:
         """Describe what is too far from the reference, shortly where nothing but the SQNR of an output is too low."""

@@ -60,8 +60,8 @@ def _read_if_named(path: Path, *operators: bytes) -> "onnx.ModelProto | None":
     """Parse a graph that has operators with these in their names; None if it has not, or cannot be read."""
     try:
         with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as content:
-            found = all(content.find(operator) >= 0 for operator in operators)
-        return model_file.read(path) if found else None
+            has_all = all(content.find(operator) >= 0 for operator in operators)
+        return model_file.read(path) if has_all else None
     except (OSError, ValueError, InvalidGraph):  # ValueError: an empty file
         return None
 

@@ -127,10 +127,10 @@ def _write_types(model: "onnx.ModelProto") -> list[str]:
         return []
     types, notes = {value.name: value.type for value in inferred}, list[str]()
     for value in lacking:
-        found = types[value.name].tensor_type
-        if found.elem_type:
+        tensor_type = types[value.name].tensor_type
+        if tensor_type.elem_type:
             if not value.type.WhichOneof("value"):
-                dtype = model_file.dtype_name(found.elem_type)
+                dtype = model_file.dtype_name(tensor_type.elem_type)
                 notes.append(f"the file gives no type of the output {value.name!r}: it is inferred to be {dtype}")
-            value.type.tensor_type.CopyFrom(found)
+            value.type.tensor_type.CopyFrom(tensor_type)
     return notes

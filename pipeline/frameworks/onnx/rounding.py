@@ -121,8 +121,8 @@ def _has_exact_leaves(node: "ir.Node") -> bool:
 def _read_stored(node: "ir.Node", name: str) -> Array:
     """Read numbers from an attribute, a list or a tensor: [numbers] float64, none where there is no such attribute."""
     for each in (name, f"{name}_as_tensor"):
-        if (found := node.attributes.get(each)) is not None:
-            value = found.value.numpy() if found.type == ir.AttributeType.TENSOR else found.value
+        if (attribute := node.attributes.get(each)) is not None:
+            value = attribute.value.numpy() if attribute.type == ir.AttributeType.TENSOR else attribute.value
             return np.asarray(value, np.float64).reshape(-1)
     return np.zeros(0)
 

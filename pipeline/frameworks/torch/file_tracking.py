@@ -306,14 +306,14 @@ def _track_existence(tracker: FileTracker) -> Iterator[None]:
         of_name = isinstance(path, (str, bytes, os.PathLike)) and dir_fd is None and follow_symlinks
         asked = of_name and _find_user_frame() is not None
         try:
-            found = stat(path, *args, dir_fd=dir_fd, follow_symlinks=follow_symlinks)
+            status = stat(path, *args, dir_fd=dir_fd, follow_symlinks=follow_symlinks)
         except OSError:
             if asked:
                 tracker.note_asked(path, there=False)
             raise
         if asked:
             tracker.note_asked(path, there=True)
-        return found
+        return status
 
     abilities = [names for names in (os.supports_dir_fd, os.supports_fd, os.supports_follow_symlinks) if stat in names]
     for names in abilities:

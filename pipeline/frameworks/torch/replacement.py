@@ -104,9 +104,9 @@ class Replacement(nn.Module):
             if original is None:
                 remedy = "give the module that it takes the place of, as_module(original), to look it up there"
                 raise AttributeError(f"an engine has no attribute {name!r}: {remedy}") from None
-            found = getattr(original, name)
-            mine = getattr(found, "__self__", None) is original
-            return self._count_within(original, found) if mine else found
+            attribute = getattr(original, name)
+            mine = getattr(attribute, "__self__", None) is original
+            return self._count_within(original, attribute) if mine else attribute
 
     def _count_within(self, original: nn.Module, method: Callable[..., Any]) -> Callable[..., Any]:
         """Wrap a method of the original, so that its own calls of the original are counted, not those of others."""

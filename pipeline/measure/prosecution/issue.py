@@ -232,12 +232,12 @@ def _write_graph(model: "onnx.ModelProto") -> Iterator[str]:
 
 def _compare(evidence: Evidence) -> list[_Difference]:
     """Compare the outputs that differ."""
-    found = evidence.found or {}
+    answers = evidence.found or {}
     differences = []
     for name, expected in evidence.expected.items():
-        if name not in found:
+        if name not in answers:
             continue
-        given = np.asarray(found[name])
+        given = np.asarray(answers[name])
         apart, span = measure_distance(expected, given)
         each = _Difference(name, expected, given, apart, span, evidence.tolerance)
         if each.apart.size and each.wrong.any():

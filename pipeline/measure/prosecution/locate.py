@@ -57,10 +57,10 @@ def locate_fault(known: Stages, shown: Disagreement, folder: Path) -> Finding:
         )
     else:
         precision = stage.precision if shown.witness == MODEL else known.own_precision
-        found = shown.found if is_engine else _answer(stage, shown.feeds)
+        answers = shown.found if is_engine else _answer(stage, shown.feeds)
         last = next((each.graph for each in reversed(known.stages) if each.graph), None)
         model, tolerance = _read_whole(stage.graph or last), find_tolerance(precision)
-        evidence = Evidence(model, shown.feeds, shown.expected, found, script, tolerance)
+        evidence = Evidence(model, shown.feeds, shown.expected, answers, script, tolerance)
     answered_by = reduced.reference if reduced else _describe_reference(known, shown)
     if not is_engine and (whole := _read_whole(stage.graph)):
         answered_by += describe_unasked(whole)
@@ -159,7 +159,7 @@ def _reduce_engine(known: Stages, graph: Path, shown: Disagreement) -> Reduced |
         nodes = reduction.shrink(len(everything), fails, known.seconds)
         part, feeds = reduction.take_nodes(model, nodes, values)
         with open_engine(known.engine, part, known.device, next(places)) as answer:
-            found = answer(feeds)
+            answers = answer(feeds)
     by_runtime = compute is reduction.compute
     computer = f"the evaluator of onnx {software.version('onnx')}"
     if by_runtime:
@@ -168,7 +168,7 @@ def _reduce_engine(known: Stages, graph: Path, shown: Disagreement) -> Reduced |
         model=part,
         feeds=feeds,
         expected=compute(part, feeds),
-        found=found,
+        found=answers,
         reference=f"the same graph, computed by {computer}",
         compute=compute,
         tolerance=find_tolerance(precision),
@@ -258,8 +258,8 @@ _CHOICES = {"TopK": 1, "ArgMax": 0, "ArgMin": 0}
 
 def find_ties(evidence: Evidence) -> str:
     """Say that answers differ in nothing but which of exactly equal numbers an operator chooses; empty otherwise."""
-    model, expected, found = evidence.model, evidence.expected, evidence.found or {}
-    answers = {name: np.asarray(value) for name, value in found.items()}
+    model, expected, given = evidence.model, evidence.expected, evidence.found or {}
+    answers = {name: np.asarray(value) for name, value in given.items()}
     if model is None or not answers.keys() >= expected.keys():
         return ""
     names = [name for name in expected if not reduction.are_equal(answers[name], expected[name], evidence.tolerance)]

@@ -231,22 +231,22 @@ class InputSearch:
             expected = subject.model(attempt.feeds)
         except EnginesmithError:
             return None  # the model itself does not take it
-        found: dict[str, Array] | None = None
+        answers: dict[str, Array] | None = None
         try:
-            found = subject.engine(attempt.feeds)
+            answers = subject.engine(attempt.feeds)
         except EnginesmithError as error:
-            return self._disagree(attempt, MODEL, f"it does not answer: {error.message}", expected, found)
+            return self._disagree(attempt, MODEL, f"it does not answer: {error.message}", expected, answers)
         comparable = subject.precision in EXACT or (attempt.usual and subject.loss_judged)
         if comparable and (
-            reason := self._find_fault(subject.model, attempt.feeds, expected, found, subject.precision)
+            reason := self._find_fault(subject.model, attempt.feeds, expected, answers, subject.precision)
         ):
-            return self._disagree(attempt, MODEL, reason, expected, found)
+            return self._disagree(attempt, MODEL, reason, expected, answers)
         if subject.precision in EXACT:
-            self._note_difference(attempt.feeds, expected, found, subject.precision)
+            self._note_difference(attempt.feeds, expected, answers, subject.precision)
         fault = None
         if subject.graph and subject.precision not in EXACT:
-            fault = self._compare_with_graph(subject.graph, attempt, expected, found)
-        fault = fault or self._examine_row(attempt, expected, found)
+            fault = self._compare_with_graph(subject.graph, attempt, expected, answers)
+        fault = fault or self._examine_row(attempt, expected, answers)
         if fault is None:
             self._right_on[attempt.walk] = (*self._right_on.get(attempt.walk, ()), attempt.note)[:_MOST_RIGHT]
         return fault

@@ -92,12 +92,12 @@ def to_decibels(energy: float) -> float:
 
 def _explain_readers(node: "ir.Node", size: float) -> str:
     """Explain that what reads a result makes much of its error, of a root mean square; empty where nothing does."""
-    found = list(_find_readers(node.outputs[0], size))
-    if not found:
+    readers = list(_find_readers(node.outputs[0], size))
+    if not readers:
         return ""
-    why = _READERS[found[0][0]]
-    names = dict.fromkeys(name for name, _ in found if _READERS[name] == why)
-    sizes = [size for name, size in found if name in names and size is not None]
+    why = _READERS[readers[0][0]]
+    names = dict.fromkeys(name for name, _ in readers if _READERS[name] == why)
+    sizes = [size for name, size in readers if name in names and size is not None]
     off = f", off by {_write(max(sizes))} (root mean square)," if sizes else ""
     return f"its result{off} goes into {' and '.join(names)}, {why}"
 

@@ -143,7 +143,7 @@ def find_kept(
     Raises:
         UsageError: a pattern fits none; it begins with ``what``.
     """
-    found: set[str] = set()
+    kept: set[str] = set()
     for pattern in patterns:
         names = ((each, name) for each in named for name in (each.name, each.module) if name)
         matching = {each.name for each, name in names if fnmatchcase(name, pattern)}
@@ -154,8 +154,8 @@ def find_kept(
                 f"{what} {pattern!r}",
                 f"did you mean {', '.join(near)}?" if near else "`enginesmith inspect` lists them",
             )
-        found |= matching
-    return frozenset(found)
+        kept |= matching
+    return frozenset(kept)
 
 
 def get_input(node: "ir.Node", index: int) -> "ir.Value":
