@@ -105,8 +105,8 @@ class PrecisionPass(Pass):
         """Type of operators that are not quantized."""
 
     @abstractmethod
-    def explain_operator(self, operator: str) -> str:
-        """Explain why operators of a type stay in floating point; empty if they do not."""
+    def explain_kind(self, kind: str) -> str:
+        """Explain why operators of a kind stay in floating point; empty if they do not."""
 
     @abstractmethod
     def rounding_inputs(self) -> Self:

@@ -20,7 +20,7 @@ from enginesmith.pipeline.frameworks import samples
 from enginesmith.pipeline.frameworks.fidelity import find_parts, measure_losses
 from enginesmith.pipeline.frameworks.onnx import choices, coverage, edit, evaluator, ir, model_file
 from enginesmith.pipeline.passes.base import Pass, PrecisionPass, Progress, Records
-from enginesmith.pipeline.passes.quantize import layers, layerwise_error, precision
+from enginesmith.pipeline.passes.quantize import layers, layerwise_error, precision, upsampling
 from enginesmith.pipeline.passes.quantize.activation_capture import ActivationCapture, open_activation_capture
 from enginesmith.pipeline.passes.quantize.causes import explain_loss, to_decibels
 from enginesmith.pipeline.passes.quantize.layerwise_error import OwnError, OwnErrors
@@ -88,10 +88,7 @@ class Sensitivity(Task):
         model = inputs["model"]
         floating = edit.load(model.path)
         groups = layers.find_groups(floating)
-        grouped = {
-            node.name for node in floating.graph if node.op_type == "Conv" and node.attributes.get_int("group", 1) > 1
-        }  # a kind of their own, as they move more than they compute
-        kinds = {node.name: "grouped Conv" if node.name in grouped else node.op_type for node in floating.graph}
+        kinds = {node.name: upsampling.name_kind(node) for node in floating.graph}
         sizes = samples.read(inputs["reference"].folder).ranges
         work = coverage.count_macs(model.path, {name: range_.opt for name, range_ in sizes.items()})
         if KINDS[self.step.precision].lowered:
@@ -478,7 +475,7 @@ def read_forms(inputs: Inputs, step: PrecisionPass) -> dict[Form, list[GroupFact
     forms: dict[Form, list[GroupFact]] = {form: _read_form(form, inputs) for form in _CHANGED if form in inputs}
     forms["given"] = _read_form("given", inputs)
     for form, groups in forms.items():
-        reasons = [group.reason or step.explain_operator(group.kind.split()[-1]) for group in groups]
+        reasons = [group.reason or step.explain_kind(group.kind) for group in groups]
         forms[form] = [
             group.model_copy(update={"reason": why, "sqnr_db": None}) if why else group
             for group, why in zip(groups, reasons, strict=True)

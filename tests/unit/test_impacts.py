@@ -21,7 +21,7 @@ from enginesmith.pipeline.passes.quantize.activation_capture import open_activat
 from enginesmith.pipeline.passes.quantize.layerwise_error import SWITCHES, add_switches
 from enginesmith.pipeline.passes.quantize.precision import Precision
 from enginesmith.pipeline.passes.quantize.precisions import WEAK_DB
-from enginesmith.pipeline.passes.quantize.qdq import Settings
+from enginesmith.pipeline.passes.quantize.qdq import Settings, find_writers, quantize
 from enginesmith.pipeline.passes.quantize.search import GroupFact
 from enginesmith.pipeline.passes.quantize.weights import quantize_to_int4
 from enginesmith.pipeline.passes.rescale.smooth_quant import Smooth
@@ -38,7 +38,7 @@ from enginesmith.pipeline.tasks.graph_forms import (
     measure_impacts,
 )
 from enginesmith.pipeline.tensors import ShapeRange
-from graphs import NOWHERE, normal, parse_graph, run_model
+from graphs import NOWHERE, normal, parse_graph, run_model, sqnr_db
 from two_products import NET, RNG, WEIGHTS, X, facts, prepare
 
 
@@ -317,6 +317,30 @@ def test_weights_that_are_stored_the_other_way_round_are_turned(outputs: int, tm
     with open_activation_capture(tmp_path / edit.FILE, ["y"]) as session:
         found = session.run({"x": x, SWITCHES: np.zeros(1, bool)})["y"]
     np.testing.assert_allclose(found, x @ weights["w"].T + weights["b"], rtol=1e-4, atol=1e-4)
+
+
+def test_what_enlarges_pictures_is_measured_as_the_convolution_that_it_becomes(tmp_path: Path) -> None:
+    text = """net (float[n, 32, 4, 4] x) => (float[n, 4, 8, 8] y) {
+        u = ConvTranspose <strides = [2, 2], pads = [1, 1, 1, 1]> (x, w, b)
+        y = Relu(u)
+    }"""
+    weights = {"w": RNG.standard_normal((32, 4, 4, 4), np.float32), "b": RNG.standard_normal(4, np.float32)}
+    model, quantized = (parse_graph(text, named=True, **weights) for _ in range(2))
+    x = RNG.standard_normal((2, 32, 4, 4), np.float32)
+    spans = {"x": (-4.0, 4.0), "y": (0.0, 80.0)}
+    tensors = {
+        name: TensorRange(minimum=low, maximum=high, count=1, amax=dict.fromkeys(METHODS, high))
+        for name, (low, high) in spans.items()
+    }
+    settings = Settings(placement="inputs+outputs")
+    quantize(quantized, Ranges(model_sha256="", provenance=NOWHERE, tensors=tensors), settings)
+    wanted = run_model(model, {"x": x}, optimized=False)["y"]
+    assert add_switches(model, quantized, find_writers(quantized, settings.rules)) == ("u",)
+    edit.save(quantized, tmp_path)
+    with open_activation_capture(tmp_path / edit.FILE, ["y"]) as session:
+        off, on = (session.run({"x": x, SWITCHES: np.array([value])})["y"] for value in (False, True))
+    np.testing.assert_allclose(off, wanted, rtol=1e-4, atol=1e-4)
+    assert 20 < sqnr_db(wanted, on) < 60
 
 
 def test_without_pairs_nothing_is_measured(tmp_path: Path) -> None:

@@ -21,6 +21,7 @@ from enginesmith.pipeline.measure.quality import Quality as Judged
 from enginesmith.pipeline.passes.quantize.precision import Precision
 from enginesmith.pipeline.passes.quantize.precisions import Placement
 from enginesmith.pipeline.passes.quantize.search import Candidate, GroupFact
+from enginesmith.pipeline.passes.quantize.upsampling import UPSAMPLING
 from enginesmith.pipeline.planning.plan import Plan, Step
 from enginesmith.pipeline.planning.planner import plan
 from enginesmith.pipeline.planning.race import searching_seconds
@@ -153,8 +154,9 @@ def test_a_search_may_rescale_unless_the_recipe_says_how(values: dict[str, Any],
 def test_what_an_engine_has_no_kernel_for_is_not_searched(precision: str, placement: str, left: bool) -> None:
     """Engines share the errors of groups, and not their kernels."""
     step = Precision.model_validate({"precision": precision, "placement": placement})
-    assert bool(step.explain_operator("ConvTranspose")) == left
-    assert not step.explain_operator("Conv")
+    assert bool(step.explain_kind("ConvTranspose")) == left
+    assert not step.explain_kind("grouped Conv")
+    assert not step.explain_kind(UPSAMPLING)
 
 
 @pytest.mark.parametrize(("units", "signs"), [(("avx2",), (False,)), (("avx512_vnni", "amx_int8"), (True, False))])

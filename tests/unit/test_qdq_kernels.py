@@ -63,6 +63,7 @@ def test_the_result_is_close_to_the_float_graph_fused_or_not(settings: Settings)
         "b = Slice(a, start, end, axis)",
         "c, d = Split <axis = 1, num_outputs = 2> (a) b = Concat <axis = 1> (d, c)",
         "c = Reshape(a, shape) b = Transpose <perm = [0, 1, 3, 2]> (c)",
+        "c = Concat <axis = 1> (a, a, a, a) b = DepthToSpace <blocksize = 2> (c)",
     ],
 )
 def test_onnx_runtime_goes_on_in_integers(tmp_path: Path, between: str) -> None:
@@ -117,6 +118,42 @@ def test_a_network_with_upsampling(tmp_path: Path) -> None:
     assert grid(model, "u") == grid(model, "m"), "what is rounded for the Concat alone has its grid"
     assert grid(model, "r") != grid(model, "m"), "what others read too keeps its own"
     assert not make_quantized(make, GPU)[1].left
+
+
+@pytest.mark.parametrize("behind", ["y = Relu(u)", "r = Relu(u) y = Conv(r, last)"])
+@pytest.mark.parametrize(
+    ("kernel", "attributes"),
+    [
+        ((4, 4), "strides = [2, 2], pads = [1, 1, 1, 1]"),
+        ((4, 4), "strides = [2, 2], pads = [2, 0, 0, 2]"),
+        ((3, 5), "strides = [2, 2], pads = [1, 2, 1, 2], output_padding = [1, 1]"),
+        ((5, 5), "strides = [3, 3], pads = [1, 1, 1, 1]"),
+    ],
+)
+@pytest.mark.parametrize("settings", [RUNNABLE, replace(RUNNABLE, signed=True)], ids=["unsigned", "signed"])
+def test_onnx_runtime_enlarges_pictures_in_integers(
+    tmp_path: Path, settings: Settings, kernel: tuple[int, int], attributes: str, behind: str
+) -> None:
+    """A ConvTranspose, of which there is no int8 kernel, is a convolution whose channels are moved to pixels."""
+
+    weights = {"first": random(64, 8, 1, 1), "up": random(64, 4, *kernel) * 8, "bias": random(4)}
+    weights |= {"last": random(4, 4, 1, 1)} if "last" in behind else {}
+    text = f"""net (float[n, 8, h, w] x) => (float[n, 4, height, width] y) {{
+        c = Conv(x, first)
+        u = ConvTranspose <{attributes}> (c, up, bias)
+        {behind}
+    }}"""
+
+    def make() -> ir.Model:
+        return parse_graph(text, **weights)
+
+    model, found = make_quantized(make, settings)
+    assert not found.left
+    kinds = count_kernels(model, feeds(model), tmp_path)
+    assert (kinds["QLinearConv"], kinds["ConvTranspose"], kinds["Conv"]) == (2 + ("last" in behind), 0, 0)
+    exact, rounded = (run_model(each, feeds(model))["y"] for each in (make(), model))
+    assert exact.shape == rounded.shape
+    assert sqnr_db(exact, rounded) > 25
 
 
 def test_transformers_get_products_that_write_floats(tmp_path: Path) -> None:

@@ -58,7 +58,9 @@ def write_exactly(model: "ir.Model") -> tuple[str, ...]:
         "Sigmoid was written as 1 / (1 + exp(-x))": sigmoids,
         "GroupNormalization was written with InstanceNormalization": normalizations,
     }
-    return tuple(f"{what}, which runtimes compute more accurately ({count} times)" for what, count in told.items() if count)
+    return tuple(
+        f"{what}, which runtimes compute more accurately ({count} times)" for what, count in told.items() if count
+    )
 
 
 def write_file_exactly(file: Path) -> tuple[str, ...]:

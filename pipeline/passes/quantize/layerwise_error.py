@@ -13,9 +13,10 @@ import numpy as np
 
 from enginesmith.pipeline.frameworks.fidelity import average_over_samples, find_audible
 from enginesmith.pipeline.frameworks.onnx import edit, ir
-from enginesmith.pipeline.passes.quantize import cast_pairs, layers
+from enginesmith.pipeline.passes.quantize import cast_pairs, layers, upsampling
 from enginesmith.pipeline.passes.quantize.cast_pairs import find_adder
 from enginesmith.pipeline.passes.quantize.layers import CONVOLUTIONS, PRODUCTS, QuantizableOp
+from enginesmith.pipeline.passes.quantize.writer import Writer
 from enginesmith.pipeline.tensors import Array, Feeds
 
 SIGNAL, NOISE, SUM, COUNT = "signal", "noise", "sum", "count"
@@ -163,6 +164,8 @@ def add_switches(
     nodes = [node for node in graph if node.op_type not in _PAIR]
     for node in nodes:
         twin = products.get(str(node.name))
+        if twin is not None and (twin.op_type, node.op_type) == ("ConvTranspose", "Conv"):
+            upsampling.write_as_convolution(twin, twin.outputs[0], Writer(floating.graph))
         if twin is None or node.op_type != twin.op_type:
             continue
         changed = _list_changed(node, twin, graph)

@@ -133,10 +133,10 @@ class Precision(PrecisionPass, GraphPass):
     def find_writers(self, model: "ir.Model") -> "Mapping[ir.Value, str]":
         return qdq.find_writers(model, self._rules) if self._low else cast_pairs.find_written(model)
 
-    def explain_operator(self, operator: str) -> str:
+    def explain_kind(self, kind: str) -> str:
         if not KINDS[self.precision].calibrated:
             return ""
-        return qdq.explain_operator(operator, self._rules)
+        return qdq.explain_kind(kind, self._rules)
 
     @property
     def _rules(self) -> qdq.Rules:

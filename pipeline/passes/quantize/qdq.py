@@ -5,7 +5,8 @@ activations      symmetric int8, zero point 0               uint8 with a zero po
 Conv             its input                                  its input, and its output: for ONNX Runtime always, behind
                                                             the Relu or Clip, since no kernel writes floats; for
                                                             OpenVINO where it is read in int8, behind any activation
-ConvTranspose    its input                                  as Conv for OpenVINO; ONNX Runtime has no int8 kernel
+ConvTranspose    its input                                  as Conv for OpenVINO; ONNX Runtime has no int8 kernel,
+                                                            and gets a Conv and a DepthToSpace if that is faster
 MatMul, Gemm     their input                                their input; what they write stays floating, which is the
                                                             faster kernel, and the better one
 stacked matrices one scale for all                         a scale for each column of each, where blocks may have one
@@ -42,16 +43,17 @@ import numpy as np
 from enginesmith.calibration.ranges import Method, Ranges
 from enginesmith.pipeline.errors import UsageError
 from enginesmith.pipeline.frameworks.onnx import edit, ir
-from enginesmith.pipeline.passes.quantize import layers, quantizers
+from enginesmith.pipeline.passes.quantize import layers, quantizers, upsampling
 from enginesmith.pipeline.passes.quantize.layers import BIAS, WEIGHT, Correct, QuantizableOp, Quantized
 from enginesmith.pipeline.passes.quantize.precisions import Placement
 from enginesmith.pipeline.passes.quantize.quantizers import Grid, Layout, Narrow, Number, Rest, Scales
+from enginesmith.pipeline.passes.quantize.upsampling import UPSAMPLING
 from enginesmith.pipeline.passes.quantize.writer import Stored, Writer
 from enginesmith.pipeline.tensors import Array
 
 _SAME_SCALE = frozenset(
     ("MaxPool", "Resize", "Reshape", "Transpose", "Squeeze", "Unsqueeze", "Flatten", "Slice", "Split", "Gather")
-    + ("Expand", "Tile")
+    + ("Expand", "Tile", "DepthToSpace")
 )
 """They hand on numbers as they are: ONNX Runtime runs them on int8 if input and output have one grid."""
 _OWN_SCALE = frozenset(("Add", "Mul", "Concat", "AveragePool", "GlobalAveragePool", "LeakyRelu", "Sigmoid"))
@@ -69,7 +71,7 @@ class Rules:
     """Patterns that one engine fuses."""
 
     products: frozenset[str] = frozenset(layers.PRODUCTS)
-    """Operators that it has kernels for."""
+    """Operators that it has kernels for, or kinds of them that can be written as such."""
     symmetric: bool = True
     outputs: Literal["none", "read", "all"] = "none"
     """Outputs of convolutions that are quantized too: those that an int8 operator reads, perhaps through others that
@@ -91,7 +93,7 @@ class Rules:
 RULES: Mapping[Placement, Rules] = {
     "inputs": Rules(residual=True),
     "inputs+outputs": Rules(
-        frozenset(("Conv", "MatMul", "Gemm")),
+        frozenset(("Conv", UPSAMPLING, "MatMul", "Gemm")),
         symmetric=False,
         outputs="all",
         integer_bias=frozenset(("Gemm",)),
@@ -158,9 +160,13 @@ def quantize(model: "ir.Model", ranges: Ranges, settings: Settings, correct: Cor
     nodes = {str(node.name): node for node in model.graph}
     left = {group.name: why for group in groups if (why := _explain_group(group, nodes[group.name], scales, settings))}
     chosen = [nodes[group.name] for group in groups if group.name not in left]
+    writer = Writer(model.graph)
+    for node in chosen:
+        if node.op_type not in settings.rules.products:
+            written = _find_written(node, settings.rules)
+            scales.share(written, upsampling.write_as_convolution(node, written, writer))
     plan = _place_pairs(model, chosen, settings.rules, scales.problem)
     grids = _choose_grids(plan, scales)
-    writer = Writer(model.graph)
     weights = _Weights(writer, settings, correct, {node: grids[layers.get_input(node, 0)] for node in chosen})
     for node in chosen:
         weights.quantize(node)
@@ -170,9 +176,10 @@ def quantize(model: "ir.Model", ranges: Ranges, settings: Settings, correct: Cor
     return Quantized(len(grids) - len(plan.moved), groups, left)
 
 
-def explain_operator(operator: str, rules: Rules) -> str:
-    """Explain why an operator stays in floating point; empty where it has a kernel."""
-    return "" if operator in rules.products else f"there is no int8 kernel for {operator}"
+def explain_kind(kind: str, rules: Rules) -> str:
+    """Explain why operators of a kind stay in floating point; empty where they have a kernel."""
+    operator = kind.split()[-1]
+    return "" if rules.products & {kind, operator} else f"there is no int8 kernel for {operator}"
 
 
 def _explain_group(group: QuantizableOp, node: "ir.Node", scales: Scales, settings: Settings) -> str:
@@ -182,7 +189,7 @@ def _explain_group(group: QuantizableOp, node: "ir.Node", scales: Scales, settin
         return group.reason
     if group.name in settings.keep:
         return layers.ON_REQUEST
-    if why := explain_operator(node.op_type, rules):
+    if why := explain_kind(upsampling.name_kind(node), rules):
         return why
     if node.op_type in rules.integer_bias and (why := _explain_bias(node)):
         return why

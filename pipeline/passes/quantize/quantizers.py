@@ -39,11 +39,16 @@ class Scales:
     """Grids of the values of one graph, from one method of calibration."""
 
     def __init__(self, ranges: Ranges, number: Number, method: Method, rest: Rest, layout: Layout) -> None:
-        self._ranges = ranges.tensors
+        self._ranges = dict(ranges.tensors)
         self._number: Number = number
         self._method: Method = "minmax" if number == "fp8" else method
         self._rest: Rest = rest
         self._layout: Layout = layout
+
+    def share(self, value: "ir.Value", heir: "ir.Value") -> None:
+        """Give a value's range to that which took its place, and perhaps its name, with the same numbers."""
+        known = self._find_range(value) or self._find_range(heir)
+        self._ranges |= {str(each.name): known for each in (value, heir) if known is not None}
 
     def problem(self, value: "ir.Value") -> str:
         """Explain why a value has no grid, after a word for what it is; empty where it has one."""

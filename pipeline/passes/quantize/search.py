@@ -54,7 +54,7 @@ class GroupFact(BaseModel, frozen=True):
     name: str
     module: str
     kind: str
-    """Operator; convolutions in groups are a kind of their own."""
+    """Operator; convolutions in groups are a kind of their own, and so are those that enlarge pictures."""
     macs: int
     sqnr_db: float | None
     """SQNR of its output with quantized weights and activations, its inputs being exact; or of the part of the answers

@@ -125,14 +125,21 @@ class Writer:
         _describe(quantize.outputs[0], zero, value)
         _describe(rounded, scale, value)
         insert_behind(self.graph, value, [quantize, restore])
-        for node, index in uses:
-            node.replace_input_with(index, rounded)
-        if readers is None and value.is_graph_output():  # the rounded value takes the output's place and name
-            for index in [index for index, output in enumerate(self.graph.outputs) if output is value]:
-                self.graph.outputs[index] = rounded
-            name = value.name
-            value.name = self._names.new(f"{name}_float")
-            rounded.name = name
+        self.hand_over(value, rounded, uses, outputs=readers is None)
+
+    def hand_over(
+        self, value: "ir.Value", heir: "ir.Value", readers: "Iterable[tuple[ir.Node, int]]", *, outputs: bool
+    ) -> None:
+        """Let readers of a value read another one, which takes its name and place among the graph's ``outputs``."""
+        for node, index in readers:
+            node.replace_input_with(index, heir)
+        if not outputs or not value.is_graph_output():
+            return
+        for index in [index for index, output in enumerate(self.graph.outputs) if output is value]:
+            self.graph.outputs[index] = heir
+        name = value.name
+        value.name = self._names.new(f"{name}_float")
+        heir.name = name
 
     def replace(self, node: "ir.Node", outputs: "Sequence[ir.Value]") -> None:
         """Put other values in the place of what a node writes, under its names, and take it out of the graph."""
