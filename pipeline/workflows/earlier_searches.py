@@ -48,7 +48,7 @@ _NAMED_SHARE = 0.8
 _NOTHING_WEAK = "little lost"
 
 Pattern = dict[
-    Annotated[str, StringConstraints(pattern=r"^(grouped )?\w+: [a-z ]+$")], Annotated[float, Field(ge=0, le=1)]
+    Annotated[str, StringConstraints(pattern=r"^([a-z]+ )?\w+: [a-z ]+$")], Annotated[float, Field(ge=0, le=1)]
 ]
 """Share by operator and cause of the groups that lose much; of all groups, where none does."""
 

@@ -20,6 +20,7 @@ from enginesmith.pipeline.passes.quantize.search import (
     best,
     propose,
 )
+from enginesmith.pipeline.passes.quantize.upsampling import UPSAMPLING
 from enginesmith.pipeline.planning.plan import Plan, StepRef
 from enginesmith.pipeline.planning.planner import plan
 from enginesmith.pipeline.planning.variants import resolve_recipe
@@ -77,6 +78,11 @@ def settings(trials: list[Trial]) -> list[Setting]:
 def past(model: str = "m", pattern: dict[str, float] | None = None, **changes: Any) -> PastSearch:
     given = {"search": f"{model}{changes}", "max_drop": 0.01, **changes}
     return PastSearch(model=model, pattern=UNEVEN if pattern is None else pattern, **given)
+
+
+@pytest.mark.parametrize("kind", ["Conv", "grouped Conv", UPSAMPLING])
+def test_every_kind_of_operator_has_patterns(kind: str) -> None:
+    assert past("a", {f"{kind}: uneven activations": 0.5}).pattern
 
 
 def tried(passed: Setting | None, *failed: Setting) -> dict[str, Any]:

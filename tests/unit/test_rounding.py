@@ -367,6 +367,14 @@ class Offsets(nn.Module):
         return (self.last(self.first(x)).exp(),)
 
 
+def test_an_answer_may_be_rounded_itself_beside_what_rounding_moves() -> None:
+    """Four steps of an output's scale, once more and once less than 4 times the step in float32, are the same."""
+    steps = UnstableNumbers(lambda *_: [])
+    value = np.float32([8, -2])
+    steps.add_movement("y", value, value + np.float32([1, 0]), np.zeros(2, bool))
+    assert steps.movements["y"] == 0.5 + 2 * 8 * 2.0**-24
+
+
 def test_constants_that_cancel_explain_another_order_of_sums_and_no_wrong_bias() -> None:
     module = Offsets()
     session = open_session(module)
