@@ -24,8 +24,9 @@ BATCH = "batch"
 """Name of a dynamic dimension that is the batch wherever it stands; of others, the one that comes first is."""
 _NAME = re.compile(r"[^:\s]+")
 _DIM = re.compile(r"[A-Za-z_]\w*")
-_LENGTHS = ("length", "lens")
-"""Parts of the names of inputs that say how long something is."""
+_LENGTHS = re.compile(r"length|lens|(^|_)((kv|seq)?len|n(um)?_frames)(_|$)")
+"""Parts of the names of inputs that say how long something is, in lower case with ``_`` between words."""
+_WORD = re.compile(r"[A-Z]?[a-z]+|[A-Z]+")
 
 
 class TensorSpec(BaseModel, frozen=True):
@@ -97,7 +98,7 @@ class TensorSpec(BaseModel, frozen=True):
     @property
     def is_length(self) -> bool:
         """Tell whether this number says, by its name, how long the sample is."""
-        return self.is_number and any(word in self.name.lower() for word in _LENGTHS)
+        return self.is_number and bool(_LENGTHS.search("_".join(_WORD.findall(self.name)).lower()))
 
 
 InputChoice = Callable[[Sequence[TensorSpec]], Sequence[TensorSpec]]
@@ -236,6 +237,8 @@ class Signature(BaseModel, frozen=True):
     NonMaxSuppression's own answer; which of two boxes that are nearly equal was chosen, says nothing."""
     tables: dict[str, int] = {}
     """Rows of the smallest table that an input is an index of, as tokens are."""
+    lengths: tuple[str, ...] = ()
+    """Inputs that a file uses as the lengths of samples, whatever they are called."""
     unsigned: tuple[str, ...] = ()
     """Inputs of which the module refuses negative numbers, as an embedding does; other indices count from the end."""
     batched: bool = True
@@ -245,6 +248,11 @@ class Signature(BaseModel, frozen=True):
     def symbols(self) -> tuple[str, ...]:
         """Dynamic dimensions of the inputs, each once, in order of appearance."""
         return tuple(dict.fromkeys(dim for spec in self.inputs for dim in spec.symbols))
+
+    def list_lengths(self) -> list[TensorSpec]:
+        """List the inputs that say how long the sample is: one whole number for each, by its name or by its use."""
+        numbers = (spec for spec in self.inputs if spec.is_number and spec.name not in self.tables)
+        return [spec for spec in numbers if spec.is_length or spec.name in self.lengths]
 
     def check(self, feeds: Feeds) -> None:
         """Compare feeds with the inputs; errors as in :func:`check_feeds`."""

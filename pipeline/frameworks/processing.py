@@ -260,6 +260,7 @@ class Processing(BaseModel, frozen=True):
             returns=returns,
             unordered={name: kind for name, kind in unordered.items() if name in named},
             tables=self.core.tables,
+            lengths=self.core.lengths,
             batched=self.core.batched,
         )
 

@@ -355,15 +355,17 @@ def write(out: Path, samples: Samples) -> None:
 def write_vector(reference: Path, file: Path) -> None:
     """Write the feeds and the answers of one call of a reference, and the ranges of all its answers.
 
-    It is one at the smallest shape, if its answers are finite; else the first with the fewest numbers that are not.
+    It is one at the smallest shape, if its answers are finite and not all 0; else the first with the fewest numbers
+    that are not finite, and of these one that has any but 0.
     """
     known = read(reference)
     cases = sorted(enumerate(known.cases), key=lambda pair: "min" not in pair[1].points)
     calls = [(index, call) for index, case in cases for call in range(case.calls)]
-    odd = dict[tuple[int, int], float]()
+    odd = dict[tuple[int, int], tuple[float, bool]]()
     for each in calls:
-        odd[each] = _measure_odd_share(read_arrays(reference, "outputs", *each))
-        if not odd[each]:
+        outputs = read_arrays(reference, "outputs", *each)
+        odd[each] = _measure_odd_share(outputs), not any(value.any() for value in outputs.values())
+        if odd[each] == (0, False):
             break
     chosen = min(odd, key=odd.__getitem__)
     feeds, outputs, unstable = (read_arrays(reference, what, *chosen) for what in _WRITTEN)

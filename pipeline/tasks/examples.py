@@ -16,6 +16,7 @@ from enginesmith.pipeline.engines.base import Engine, Session
 from enginesmith.pipeline.errors import EnginesmithError, ModelError
 from enginesmith.pipeline.frameworks import samples
 from enginesmith.pipeline.frameworks.fidelity import compare, thresholds_for
+from enginesmith.pipeline.frameworks.onnx import model_file
 from enginesmith.pipeline.system.device import Device
 from enginesmith.pipeline.tensors import (
     BATCH,
@@ -90,12 +91,12 @@ def choose_sizes(signature: Signature, picture_size: int = _PICTURE_SIZES[0]) ->
 
 def draw_feeds(signature: Signature, sizes: Mapping[str, int], seed: int = 0) -> dict[str, Array]:
     """Draw normal floats, pixels, rows of the tables that inputs are indices of, lengths of 1, else 0 and 1."""
-    rng, feeds = np.random.default_rng(seed), dict[str, Array]()
+    rng, feeds, lengths = np.random.default_rng(seed), dict[str, Array](), signature.list_lengths()
     for spec in signature.inputs:
         shape = spec.resolve(sizes)
         pixels = spec.dtype == "uint8" and len(shape) == _PICTURE_RANK
         whole = rng.integers(0, 256 if pixels else signature.tables.get(spec.name, 2), shape)
-        if spec.is_length and spec.name not in signature.tables:
+        if spec in lengths:
             whole = np.ones_like(whole)  # no model refuses it, as it may 0, or more than a dimension's smallest size
         drawn = rng.standard_normal(shape) if spec.dtype.startswith("float") else whole
         feeds[spec.name] = drawn.astype(spec.dtype)
@@ -121,8 +122,7 @@ def vary_lengths(
     They are up to the smallest size that they may count: a dimension of the inputs that have the same samples.
     """
     signature, changed = session.signature, dict(example)
-    counting = (spec for spec in signature.inputs if spec.is_length and spec.name not in signature.tables)
-    lengths = [spec for spec in counting if (example[spec.name] == 1).all()]
+    lengths = [spec for spec in signature.list_lengths() if (example[spec.name] == 1).all()]
     longest = min((_find_smallest_size(spec, signature, ranges) for spec in lengths), default=1)
     while longest > 1:
         for spec in lengths:
@@ -204,19 +204,35 @@ def _find_smallest_size(spec: TensorSpec, signature: Signature, ranges: Mapping[
     return min((size for dim, size in pairs if dim not in left_out), default=1)
 
 
-def describe_constants(signature: Signature, cases: Sequence[samples.Case], folder: Path) -> list[str]:
-    """Describe made-up inputs of one whole number for each sample, which is the same in the feeds of all cases."""
-    numbers: dict[str, set[int]] = {spec.name: set() for spec in signature.inputs if spec.is_number}
+def describe_narrow(
+    signature: Signature, cases: Sequence[samples.Case], folder: Path, narrow: Sequence[str]
+) -> list[str]:
+    """Describe made-up whole numbers, one for each sample, that are the same in the feeds of all cases.
+
+    And those of the ``narrow`` inputs, if they are 0 and 1 alone.
+    """
+    numbers: dict[str, set[int]] = {
+        spec.name: set() for spec in signature.inputs if spec.is_number or spec.name in narrow
+    }
     for index in range(len(cases)):
         feeds = samples.read_arrays(folder, "feeds", index)
         for name, known in numbers.items():
-            known.update(feeds[name].flat)
+            known.update(np.unique(feeds[name]).tolist())
+    single = {spec.name for spec in signature.inputs if spec.is_number}
+    said = {name: f"is {min(known)} in all of" for name, known in numbers.items() if name in single and len(known) == 1}
+    said |= {name: "has only 0 and 1 in" for name in narrow if name not in said and numbers[name] <= {0, 1}}
     return [
-        f"the samples are made up, and {name!r} is {min(known)} in all of them: other numbers are verified if samples "
-        "with real ones are given with --eval DATA"
-        for name, known in numbers.items()
-        if len(known) == 1
+        f"the samples are made up, and {name!r} {words} them: other numbers are verified if samples with real ones are "
+        "given with --eval DATA"
+        for name, words in said.items()
     ]
+
+
+def list_narrow(signature: Signature, quantities: Sequence[str]) -> list[str]:
+    """List the inputs of a file that are drawn as 0 and 1, though no table, name or use tells that they are no more."""
+    wide = {*quantities, *signature.tables}
+    whole = (spec.name for spec in signature.inputs if spec.dtype in ("int32", "int64") and spec.name not in wide)
+    return [name for name in whole if not any(word in name.lower() for word in model_file.MASKS)]
 
 
 def find_example(

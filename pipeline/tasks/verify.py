@@ -32,11 +32,12 @@ from enginesmith.pipeline.tasks.examples import (
     Baseline,
     advise,
     describe_assumed,
-    describe_constants,
     describe_interaction,
+    describe_narrow,
     find_choosing,
     find_example,
     list_assumed,
+    list_narrow,
     put_telling_first,
     try_drawings,
     vary_lengths,
@@ -136,6 +137,7 @@ class Sample(Task):
             if not data:
                 given = vary_lengths(session, cases, given, ranges, self.seed)
                 quantities = model_file.list_quantities(model.path, signature) if is_file else ()
+                narrow = list_narrow(signature, quantities) if is_file else []
                 given, wide = widen_numbers(session, cases, given, quantities, self.seed)
                 tried += wide
             make = partial(samples.feeds_for, signature=session.signature, example=given, data=data, seed=self.seed)
@@ -146,7 +148,7 @@ class Sample(Task):
 
             alone = data is None and not is_file and samples.batch_symbol(signature) is not None
             drawing, (unstable, odd, lost, spans), redrawn = try_drawings(answer, DRAWINGS if alone else DRAWINGS[:1])
-            tried += [] if data else describe_constants(signature, cases, out)
+            tried += [] if data else describe_narrow(signature, cases, out, narrow)
             choosing = find_choosing(session, cases, out)
             interacting, dropping = describe_interaction(session, cases, partial(make, drawing=drawing), out)
         name = data.name if data else samples.SYNTHETIC

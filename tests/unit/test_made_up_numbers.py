@@ -104,6 +104,65 @@ def test_lengths_differ_up_to_what_they_may_count_and_the_model_takes(
     assert examples.vary_lengths(session, cases, own, ranges, seed=0)["lengths"] is own["lengths"], "an example's own"
 
 
+@pytest.mark.parametrize("name", ["len", "x_len", "seqLen", "kvlen", "n_frames", "seqlens_k", "LEN"])
+def test_a_length_is_known_by_the_words_of_its_name(name: str) -> None:
+    assert TensorSpec.parse(f"{name}:int64:batch").is_length
+    assert not TensorSpec.parse(f"{name}:int64:batch,n").is_length
+
+
+@pytest.mark.parametrize("name", ["lenient_rank", "valence", "silent", "frames", "kvlenient"])
+def test_a_part_of_another_word_makes_no_length(name: str) -> None:
+    assert not TensorSpec.parse(f"{name}:int64:batch").is_length
+
+
+LENGTHS = {
+    "read by a GRU": "c = Cast <to = 6> (n) y, h = GRU <hidden_size = 2> (x, w, r, , c)",
+    "read in a branch": "y = If (true) <then_branch = t () => (float[batch, d, 1, e] y) "
+    "{ c = Cast <to = 6> (n) y, h = GRU <hidden_size = 2> (x, w, r, , c) }, "
+    "else_branch = e () => (float[batch, d, 1, e] y) { y = Unsqueeze(x, one) }>",
+    "read by Attention": "y = Attention <q_num_heads = 1, kv_num_heads = 1> (x, x, x, , , , n)",
+    "compared with a Range": "s = Shape(x) d = Size(s) g = Range(zero, d, step) a = Unsqueeze(n, one) b = Div(a, one) "
+    "y = Less(g, b)",
+    "compared with a number": "y = Less(n, one)",
+    "added": "y = Add(n, one)",
+}
+
+
+@pytest.mark.parametrize(
+    ("use", "is_length"), [(use, use not in ("compared with a number", "added")) for use in LENGTHS]
+)
+def test_lengths_are_known_by_their_use_in_a_file(tmp_path: Path, use: str, is_length: bool) -> None:
+    """Whatever they are called, and not what is merely compared or added."""
+    constants = "<float[1, 6, 4] w, float[1, 6, 2] r, bool true = {1}, int64[1] one = {1}, int64 zero = {0}, "
+    constants += "int64 step = {1}>"
+    text = f"net (float[batch, d, 4] x, int64[batch] n) => (float[batch, e] y) {constants} {{ {LENGTHS[use]} }}"
+    graph = onnx.parser.parse_graph(text)
+    onnx.save(helper.make_model(graph, opset_imports=[helper.make_opsetid("", 24)]), tmp_path / "model.onnx")
+    made = model_file.signature(tmp_path / "model.onnx")
+    assert made.lengths == (("n",) if is_length else ())
+    assert set(examples.draw_feeds(made, {"batch": 64, "d": 4})["n"]) == ({1} if is_length else {0, 1})
+
+
+def test_lengths_of_any_name_vary_in_made_up_samples_and_0_and_1_alone_are_noted(tmp_path: Path) -> None:
+    text = "net (float[batch, 6, 3] x, int64[batch] n, int64[batch] kind, int64[batch, 4] keep_mask)"
+    text += " => (float[batch, 6, 3] y)"
+    body = "a = Unsqueeze(n, one) m = Less(places, a) f = Cast <to = 1> (m) u = Unsqueeze(f, last) z = Mul(x, u)"
+    body += " k = Cast <to = 1> (kind) q = Unsqueeze(k, both) v = Mul(z, q) c = Cast <to = 1> (keep_mask)"
+    body += " s = ReduceSum(c, one) w = Unsqueeze(s, last) y = Add(v, w)"
+    constants = "int64[1] one = {1}, int64[1] last = {2}, int64[2] both = {1, 2}, int64 zero = {0}, int64 six = {6}"
+    graph = onnx.parser.parse_graph(
+        f"{text} <{constants}, int64 step = {{1}}> {{ places = Range(zero, six, step) {body} }}"
+    )
+    path = tmp_path / "model.onnx"
+    onnx.save(helper.make_model(graph, opset_imports=[helper.make_opsetid("", 17)], ir_version=8), path)
+    model = Artifact(kind="onnx", path=path, sha256="", bytes=0, signature=model_file.signature(path))
+    (reference := tmp_path / "reference").mkdir()
+    sample = Sample(engine=OnnxRuntime(), ranges={}, batches=(1, 8), data=None, data_options=DataOptions(), seed=0)
+    (note,) = sample.run({"model": model}, reference, lambda _: None).notes
+    assert re.match("the samples are made up, and 'kind' has only 0 and 1 in them: .* --eval DATA$", note)
+    assert samples.read_arrays(reference, "feeds", 1)["n"].max() == 3
+
+
 def test_a_step_is_verified_and_calibrated_on_all_rows_of_its_table(tmp_path: Path) -> None:
     text = "net (int64[batch, 1] ids, float[batch, 3] x) => (float[batch, 3] y)"
     graph = onnx.parser.parse_graph(

@@ -181,6 +181,19 @@ def test_a_test_vector_has_finite_answers_where_there_are_some(tmp_path: Path) -
         assert samples.read_vector(tmp_path / "vector.npz").feeds["x"] == [place]
 
 
+def test_a_test_vector_has_answers_that_are_not_all_0_where_there_are_some(tmp_path: Path) -> None:
+    small = Case(points=("min",), sizes={"batch": 1}, batch=1)
+    large = Case(points=("max",), sizes={"batch": 2}, batch=2)
+    samples.write(tmp_path, Samples(data="x", ranges={}, cases=(small, large)))
+    none, some, lost = np.zeros((1, 2), np.float32), np.float32([[0, 1]]), np.float32([[1, np.nan]])
+    for answers, place in (((none, some), 1), ((some, none), 0), ((none, none), 0), ((none, lost), 0)):
+        for index, answer in enumerate(answers):
+            samples.write_arrays(tmp_path, "feeds", index, {"x": np.int64([index])})
+            samples.write_arrays(tmp_path, "outputs", index, {"y": answer})
+        samples.write_vector(tmp_path, tmp_path / "vector.npz")
+        assert samples.read_vector(tmp_path / "vector.npz").feeds["x"] == [place]
+
+
 def test_what_rounding_decides_is_found_noted_and_not_compared(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The last number of each row is a class: where the first is 0, a step more makes it another one."""
 

@@ -136,6 +136,7 @@ def signature(path: Path) -> Signature:
         outputs=tuple(_name_sums(spec, f"output_{position}", alone, names) for position, spec in enumerate(results)),
         unordered=choices.find_unordered(graph),
         tables=_count_table_rows(graph),
+        lengths=_find_lengths(graph, [spec.name for spec in specs if spec.is_number]),
     )
     symbol = batch_symbol(declared)
     return declared.model_copy(update={"batched": symbol is None or may_follow(model, declared, symbol)})
@@ -406,7 +407,8 @@ _OF_FEATURES = (
 """Operators whose first input is quantized numbers, or features."""
 _OF_ALIKE = ("Add", "Sub", "Mul", "Max", "Min", "Sum", "Concat", "BitwiseAnd", "BitwiseOr", "BitwiseXor")
 """Operators all of whose inputs may be numbers; of others, the first alone."""
-_MASKS = ("mask", "flag", "keep", "valid", "pad", "visible", "present")
+MASKS = ("mask", "flag", "keep", "valid", "pad", "visible", "present")
+"""Parts of the names of inputs that are masks and flags."""
 
 
 def list_quantities(path: Path, signature: Signature) -> tuple[str, ...]:
@@ -422,7 +424,7 @@ def list_quantities(path: Path, signature: Signature) -> tuple[str, ...]:
         for name in dict.fromkeys(traversal.list_reads(node)):
             readers[name].append(node)
     whole = (spec for spec in signature.inputs if "int" in spec.dtype and not spec.is_number)
-    unmasked = (spec for spec in whole if not any(word in spec.name.lower() for word in _MASKS))
+    unmasked = (spec for spec in whole if not any(word in spec.name.lower() for word in MASKS))
     short = ("int8", "uint8", "int16", "uint16")
     return tuple(spec.name for spec in unmasked if _are_quantities(spec.name, readers, known=spec.dtype in short))
 
@@ -487,3 +489,26 @@ def _count_table_rows(graph: "onnx.GraphProto") -> dict[str, int]:
             size = sizes[read][next((entry.i for entry in node.attribute if entry.name == "axis"), 0)]
             rows[name] = min(size, rows.get(name, size))
     return rows
+
+
+_LENGTHS = {"LSTM": 4, "GRU": 4, "RNN": 4, "Attention": 6, "GroupQueryAttention": 5}
+"""Operators that read lengths of sequences, and the place of these among their inputs."""
+_COMPUTING = (*choices.SAME_NUMBERS, "Add", "Sub", "Mul", "Div", "Min", "Max", "Clip", "Neg", "Floor", "Ceil", "Round")
+"""Operators that make lengths of lengths, as of those of a strided layer."""
+_COMPARING = ("Less", "LessOrEqual", "Greater", "GreaterOrEqual")
+
+
+def _find_lengths(graph: "onnx.GraphProto", numbers: Collection[str]) -> tuple[str, ...]:
+    """Find those of these inputs that an operator reads as lengths, or that are compared with places counted from 0."""
+    sources, places, lengths = {name: {name} for name in numbers}, set[str](), set[str]()
+    for node in traversal.walk(graph.node):  # of graphs within nodes, too: they read values by their names
+        read = [sources.get(name, set()) for name in node.input]
+        if (place := _LENGTHS.get(node.op_type, len(read))) < len(read):
+            lengths |= read[place]
+        elif node.op_type in _COMPARING and not places.isdisjoint(node.input):
+            lengths = lengths.union(*read)
+        elif node.op_type == "Range" or (node.op_type in _COMPUTING and not places.isdisjoint(node.input)):
+            places.update(node.output)
+        elif node.op_type in _COMPUTING:
+            sources.update(dict.fromkeys(node.output, set().union(*read)))
+    return tuple(name for name in numbers if name in lengths)
