@@ -57,6 +57,14 @@ def test_steps_behind_the_end_of_a_sequence_are_left_out(
         np.testing.assert_allclose(found[name], wanted, atol=1e-5)
 
 
+def test_an_lstm_of_coupled_gates_is_refused(tmp_path: Path) -> None:
+    """OpenVINO ignores it that the forget gate is made of the input gate."""
+    with pytest.raises(ModelError, match="OpenVINO ignores the attribute input_forget"):
+        build(make_layer("LSTM", "forward", lengths="", more=", input_forget = 1"), tmp_path)
+    (tmp_path / "own").mkdir()
+    build(make_layer("LSTM", "forward", lengths="", more=", input_forget = 0"), tmp_path / "own")
+
+
 def test_the_last_state_of_a_cell_is_refused_where_lengths_are_ignored(tmp_path: Path) -> None:
     with pytest.raises(ModelError, match="ignores the lengths of sequences in"):
         build(make_layer("LSTM", "forward", outputs="y, h, c"), tmp_path)

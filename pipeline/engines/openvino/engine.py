@@ -11,6 +11,7 @@ import numpy as np
 from enginesmith.pipeline.artifact import Artifact, Effect, Kind
 from enginesmith.pipeline.engines.base import BuildRequest, Configuration, Engine, EngineFacts, PackageFacts
 from enginesmith.pipeline.engines.openvino import profiler, rewrites, session
+from enginesmith.pipeline.engines.openvino.sequences import refuse_coupled
 from enginesmith.pipeline.engines.openvino.whole_numbers import find_whole_numbers
 from enginesmith.pipeline.engines.profiling import Profiled, ProfileRequest
 from enginesmith.pipeline.engines.telemetry import import_without_telemetry
@@ -154,6 +155,7 @@ class OpenVINO(Engine):
         artifact, out = request.artifact, request.out
         self.require_runnable(request.device)
         graph, source = session.read_graph(artifact.path), model_file.skeleton(artifact.path)
+        refuse_coupled(source)
         rewrites.restore_empty(graph, model_file.list_empty(source))
         wide = coverage.list_float32(source) if self.floats != "f32" else []
         marked = self.floats == "f16" and bool(wide)

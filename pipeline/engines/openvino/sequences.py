@@ -1,12 +1,14 @@
-"""Have recurrent layers of OpenVINO heed the lengths of sequences, where the number of steps is dynamic."""
+"""Have recurrent layers of OpenVINO heed the lengths of sequences, and refuse those that it computes otherwise."""
 
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
 from enginesmith.pipeline.errors import ModelError
+from enginesmith.pipeline.frameworks.onnx import traversal
 
 if TYPE_CHECKING:
+    import onnx
     import openvino
 
 _STATES = {"GRUSequence": 1, "LSTMSequence": 2, "RNNSequence": 1}
@@ -26,6 +28,21 @@ class _Lengths(NamedTuple):
     """[batch, 1, steps, 1], true for the last step before the end."""
     none: Any
     """[batch, 1, 1], true for a sequence without steps."""
+
+
+def refuse_coupled(model: "onnx.ModelProto") -> None:
+    """Refuse an LSTM whose forget gate is 1 minus its input gate: OpenVINO 2026.4.1 ignores this without a word.
+
+    Raises:
+        ModelError: there is one.
+    """
+    for node in traversal.nodes(model):
+        if node.op_type == "LSTM" and traversal.attributes(node).get("input_forget"):
+            raise ModelError(
+                f"OpenVINO ignores the attribute input_forget of {node.name or node.output[0]}, an LSTM whose forget "
+                "gate is 1 minus its input gate, and would answer otherwise",
+                "use another engine",
+            )
 
 
 def heed_lengths(graph: "openvino.Model") -> None:

@@ -194,3 +194,25 @@ def lost_lengths() -> Graphs:
         graph(f"{head} {{ {clipped} y, h = GRU<hidden_size=2>(x, w, r, , c) }}", 18, *weights),
         graph(f"{head} {{ y, h = GRU<hidden_size=2>(x, w, r) }}", 18, *weights),
     )
+
+
+@known_bug(
+    "docs/precision.md",
+    "LSTM ignores the attribute input_forget, and computes a forget gate of its own",
+    "openvino",
+    "2026.4.1",
+    affected=">=2026.4",
+    probe=probes.differs(probes.run_openvino, probes.run_unoptimized),
+    guard="pipeline/engines/openvino/sequences.py",
+)
+def uncoupled_gates() -> Graphs:
+    rng = np.random.default_rng(0)
+    weights = [
+        numpy_helper.from_array(rng.standard_normal((1, 8, columns)).astype(np.float32), name)
+        for name, columns in (("w", 3), ("r", 2))
+    ]
+    head = "(float[4,N,3] x) => (float[4,1,N,2] y)"
+    return Graphs(
+        graph(f"{head} {{ y, h = LSTM<hidden_size=2, input_forget=1>(x, w, r) }}", 18, *weights),
+        graph(f"{head} {{ y, h = LSTM<hidden_size=2>(x, w, r) }}", 18, *weights),
+    )
