@@ -21,6 +21,8 @@ IMAGENET = ((0.485, 0.456, 0.406), (0.229, 0.224, 0.225))
 """Means and standard deviations of ImageNet's channels, red first, as torchvision's and timm's weights expect them."""
 _BYTE, _TOP = 255.0, 5
 _BOX_SIDES, _PICTURE_RANK, _TABLE_RANK = 4, 4, 3
+_CHANNELS = (1, 3, 4)
+"""Numbers of channels of pictures: grey, and colours without and with transparency."""
 _FLOATS = ("float16", "float32", "float64")
 _HEIGHT, _WIDTH = "height", "width"
 _DETECTIONS = "detections"
@@ -200,6 +202,9 @@ class Prepared(BaseModel, frozen=True):
     raw: TensorSpec
     core: TensorSpec
     channels_last: bool
+    """The raw input has its channels last, and the model's own has them second."""
+    own_last: bool = False
+    """Both have their channels last."""
     size: tuple[int, int] | None
     """Height and width that pictures are resized to."""
     factors: tuple[float, ...]
@@ -211,9 +216,22 @@ class Prepared(BaseModel, frozen=True):
         return set(self.factors) != {1.0} or set(self.offsets) != {0.0}
 
     @property
+    def raw_sides(self) -> tuple[int, int]:
+        """Axes of height and width of the raw input."""
+        return (1, 2) if self.channels_last or self.own_last else (2, 3)
+
+    @property
+    def has_open_channels(self) -> bool:
+        """True if nothing tells how many channels there are."""
+        axis = _PICTURE_RANK - 1 if self.channels_last or self.own_last else 1
+        return isinstance(self.raw.shape[axis], str)
+
+    @property
     def channels_shape(self) -> tuple[int, ...]:
-        """Shape that factors and offsets broadcast with: channels are the second axis."""
-        return (1, len(self.factors), *(1,) * (len(self.core.shape) - 2)) if len(self.factors) > 1 else ()
+        """Shape that factors and offsets broadcast with, along the channels of the model's own input."""
+        ones = (1,) * (len(self.core.shape) - 2)
+        count = len(self.factors)
+        return () if count == 1 else (1, *ones, count) if self.own_last else (1, count, *ones)
 
 
 class Appended(BaseModel, frozen=True):
@@ -225,6 +243,8 @@ class Appended(BaseModel, frozen=True):
     made: tuple[TensorSpec, ...]
     """Outputs that take their place; the first one's."""
     axis: int = -1
+    note: str = ""
+    """Description of what the axis is, where it may be another one."""
     count: int = 0
     suppression: Suppression = Suppression()
     activation: Literal["softmax", "sigmoid"] | None = None
@@ -238,6 +258,11 @@ class Processing(BaseModel, frozen=True):
     core: Signature
     prepared: Prepared | None
     appended: tuple[Appended, ...]
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """Notes on axes that may be other ones."""
+        return tuple(step.note for step in self.appended if step.note)
 
     @property
     def signature(self) -> Signature:
@@ -263,6 +288,13 @@ class Processing(BaseModel, frozen=True):
             lengths=self.core.lengths,
             batched=self.core.batched,
         )
+
+
+def _has_channels_last(shape: Sequence[int | str]) -> bool:
+    """Tell whether a picture's channels are its last axis, by the sizes; [batch, 12, 3, 3] has them second."""
+    if len(shape) != _PICTURE_RANK or shape[2] == shape[3]:
+        return False
+    return shape[3] in _CHANNELS and shape[1] not in _CHANNELS
 
 
 def replace_outputs(outputs: Sequence[_T], reads: Sequence[int], new_values: Iterable[_T]) -> list[_T]:
@@ -318,11 +350,14 @@ def describe_core(
             f"{'uint8' if 'uint8' in words else 'no uint8'}",
             "make the two agree: uint8 in both or in neither",
         )
-    shape = [spec.shape[axis] for axis in (0, 3, 1, 2)] if "nhwc" in words else list(spec.shape)
+    last = _has_channels_last(known.shape) if known else "nhwc" not in words and _has_channels_last(spec.shape)
+    shape = [spec.shape[axis] for axis in (0, 3, 1, 2)] if "nhwc" in words and not last else list(spec.shape)
     if "resize" in words:
-        shape[2:] = request.read_size() or (known.shape[2:] if known and len(known.shape) == _PICTURE_RANK else ())
-        if len(shape) != _PICTURE_RANK:
+        sides = slice(1, 3) if last else slice(2, 4)
+        size = request.read_size() or (known.shape[sides] if known and len(known.shape) == _PICTURE_RANK else ())
+        if not size:
             raise UsageError("--prepend resize: the size of the model's input is not known", "write resize=224")
+        shape[sides] = size
     dtype = known.dtype if known else spec.dtype if spec.dtype in _FLOATS else "float32"
     core = TensorSpec(name=spec.name, dtype=dtype, shape=tuple(shape))
     return (*given[:position], core, *given[position + 1 :])
@@ -342,35 +377,50 @@ def fit(request: ProcessingRequest, core: Signature, given: tuple[TensorSpec, ..
 def _prepare(request: ProcessingRequest, specs: tuple[TensorSpec, ...], given: tuple[TensorSpec, ...]) -> Prepared:
     words, position = request.before, choose_input(specs, request)
     core = specs[position]
-    size = request.read_size()
     shape: list[int | str] = list(core.shape)
+    last = _has_channels_last(core.shape)
+    size = None
     if "resize" in words:
-        own = core.shape[2:]
-        fixed = tuple(dim for dim in own if isinstance(dim, int))
-        if size is None and len(fixed) < len(own):
-            raise UsageError(f"--prepend resize: the model takes any size, {core}", "name one: resize=224")
-        size = size or (fixed[0], fixed[1])
-        if any(isinstance(dim, int) and dim != side for dim, side in zip(own, size, strict=True)):
-            raise UsageError(
-                f"--prepend resize={size[0]}x{size[1]} does not fit the model's input {core}", "omit the size"
-            )
-        shape[2:] = (_HEIGHT, _WIDTH)
-    if "nhwc" in words:
+        sides = slice(1, 3) if last else slice(2, 4)
+        size = _choose_size(request, core, core.shape[sides])
+        shape[sides] = (_HEIGHT, _WIDTH)
+    if "nhwc" in words and not last:
         shape = [shape[axis] for axis in (0, 2, 3, 1)]
     raw = TensorSpec(name=core.name, dtype="uint8" if "uint8" in words else core.dtype, shape=tuple(shape))
     if given:
         raw = _take_sizes(raw, given, position)
-    channels = core.shape[1]
+    channels = core.shape[-1 if last else 1]
     factors, offsets = request.read_numbers(channels if isinstance(channels, int) else None)
     return Prepared(
         position=position,
         raw=raw,
         core=core,
-        channels_last="nhwc" in words,
+        channels_last="nhwc" in words and not last,
+        own_last=last,
         size=size,
         factors=factors,
         offsets=offsets,
     )
+
+
+def _choose_size(request: ProcessingRequest, core: TensorSpec, own: Sequence[int | str]) -> tuple[int, int]:
+    """Choose the height and width to resize to: those that are asked for, or the model's ``own``.
+
+    Raises:
+        UsageError: the model takes any size, and none is asked for; or it takes another one.
+    """
+    height, width = own
+    size = request.read_size()
+    if size is None and isinstance(height, int) and isinstance(width, int):
+        return height, width
+    free = isinstance(height, str) and isinstance(width, str)
+    usual = "224" if free else "x".join(str(dim) if isinstance(dim, int) else "224" for dim in own)
+    remedy = f"name one that it takes: resize={usual}"
+    if size is None:
+        raise UsageError(f"--prepend resize: the model takes {'any size' if free else 'several sizes'}, {core}", remedy)
+    if any(isinstance(dim, int) and dim != side for dim, side in zip(own, size, strict=True)):
+        raise UsageError(f"--prepend resize={size[0]}x{size[1]} does not fit the model's input {core}", remedy)
+    return size
 
 
 def _take_sizes(raw: TensorSpec, given: tuple[TensorSpec, ...], position: int) -> TensorSpec:
@@ -427,7 +477,10 @@ def _choose_output(word: str, outputs: Sequence[TensorSpec], name: str | None) -
 
 
 def _fit_output(word: Any, outputs: Sequence[TensorSpec], position: int, count: int) -> Appended:
-    """Fit what is computed along the classes: the second axis, or the last one of three (tokens)."""
+    """Fit what is computed along the classes: the second axis, or the last one of three (tokens).
+
+    Also the last one of a picture whose second and third are alike, and not as small: [batch, 32, 32, 5].
+    """
     spec = outputs[position]
     rank = len(spec.shape)
     if spec.dtype not in _FLOATS or (rank < 2 and word != "sigmoid"):
@@ -436,6 +489,11 @@ def _fit_output(word: Any, outputs: Sequence[TensorSpec], position: int, count: 
             f"omit --append {word}",
         )
     axis = 2 if rank == _TABLE_RANK else 1
+    if rank == _PICTURE_RANK:
+        (_, height, width, last), axis = spec.shape, 1
+        if height == width and isinstance(last, int) and (isinstance(height, str) or last < height):
+            axis = 3
+    note = f"--append {word} takes axis {axis} of {spec} for the classes, {spec.shape[axis]} of them"
     specs: tuple[TensorSpec, ...] = (spec,)
     if word == "argmax":
         shape = (*spec.shape[:axis], *spec.shape[axis + 1 :])
@@ -449,7 +507,8 @@ def _fit_output(word: Any, outputs: Sequence[TensorSpec], position: int, count: 
         specs = (spec.model_copy(update={"shape": shape}), indices)
         if any(other.name == indices.name for other in outputs):
             raise UsageError(f"--append topk: the model has an output {indices.name!r} already", "rename it")
-    return Appended(word=word, reads=(position,), made=specs, axis=axis, count=count)
+    told = note if rank > _TABLE_RANK and word != "sigmoid" else ""
+    return Appended(word=word, reads=(position,), made=specs, axis=axis, note=told, count=count)
 
 
 def _choose_tables(outputs: Sequence[TensorSpec], name: str | None) -> tuple[int, ...]:

@@ -160,7 +160,7 @@ class LoadOnnx(_FromSource):
                 model_file.copy(graph, correct)
                 notes += self._correct_outputs(correct)
                 progress("adding what is computed before and after the model")
-                self._extend(correct, out)
+                notes += self._extend(correct, out)
             elif specs:
                 progress("writing the dimensions of the inputs")
                 dimensions.write_inputs(graph, specs, file)
@@ -222,8 +222,8 @@ class LoadOnnx(_FromSource):
             )
         return ()
 
-    def _extend(self, path: Path, out: Path) -> None:
-        """Write the graph with the computation around it, and compare it with PyTorch's on drawn feeds.
+    def _extend(self, path: Path, out: Path) -> tuple[str, ...]:
+        """Write the graph with the computation around it, and compare it with PyTorch's on drawn feeds; return notes.
 
         Raises:
             UsageError: the computation does not fit the graph.
@@ -236,6 +236,7 @@ class LoadOnnx(_FromSource):
         extend(model, fitted)
         edit.save(model, out)
         check_graph(fitted, path, out / edit.FILE, draw_feeds(fitted.signature, choose_sizes(fitted.signature)))
+        return fitted.notes
 
 
 class Shapes(Task):

@@ -14,7 +14,7 @@ from enginesmith.pipeline.frameworks import processing
 from enginesmith.pipeline.frameworks.onnx import edit, evaluator, model_file
 from enginesmith.pipeline.frameworks.onnx.processing import extend
 from enginesmith.pipeline.frameworks.processing import Processing, ProcessingRequest
-from enginesmith.pipeline.frameworks.torch.processing import Extension, check_graph, make_raw_example
+from enginesmith.pipeline.frameworks.torch.processing import Extension, check_graph, make_raw_example, replace_places
 from enginesmith.pipeline.tensors import Array, Signature, TensorSpec
 
 RNG = np.random.default_rng(5)
@@ -79,6 +79,58 @@ def test_raw_pixels_are_prepared_as_in_pytorch(tmp_path: Path, sides: tuple[int,
         np.testing.assert_allclose(answer, ((raw / 255 - mean) / deviation).transpose(0, 3, 1, 2), atol=1e-5)
 
 
+@pytest.mark.parametrize("shape", ["batch,6,8,3", "batch,height,width,3", "batch,6,8,1", "batch,32,6,4"])
+@pytest.mark.parametrize("words", ["nhwc,", ""])
+def test_pictures_with_channels_last_stay_so(tmp_path: Path, shape: str, words: str) -> None:
+    """They are resized along the second and third axis, and scaled along the last, as computed here with matrices."""
+    spec = TensorSpec.parse(f"image:float32:{shape}")
+    height, width, channels = (size if isinstance(size, int) else 6 for size in spec.shape[1:])
+    size = f"=6x{width}" if "height" in shape else ""
+    means = ",".join(str(number / 10) for number in range(channels))
+    raw = RNG.integers(0, 256, (2, 13, 20, channels)).astype(np.uint8)
+    (answer,) = compare(
+        tmp_path, request(f"uint8,{words}resize{size},scale,normalize={means}/0.5"), {"image": raw}, str(spec)
+    )
+    rows, columns = (interpolate_linearly(*sides) for sides in ((13, height), (20, width)))
+    expected = np.einsum("hi,niwc,vw->nhvc", rows, raw / 255, columns)
+    np.testing.assert_allclose(answer, (expected - np.arange(channels) / 10) / 0.5, atol=1e-5)
+
+
+def interpolate_linearly(old: int, new: int) -> Array:
+    """Make a matrix [new, old] that interpolates linearly between pixels, whose centers are at halves."""
+    places = np.clip((np.arange(new) + 0.5) * old / new - 0.5, 0, old - 1)
+    return np.maximum(0, 1 - np.abs(places[:, None] - np.arange(old)))
+
+
+@pytest.mark.parametrize("shape", ["batch,3,6,3", "batch,12,3,3", "batch,3,8,4", "batch,channels,6,8"])
+def test_channels_are_second_where_sizes_do_not_say_otherwise(shape: str) -> None:
+    core = (TensorSpec.parse(f"image:float32:{shape}"),)
+    fitted = processing.fit(request("nhwc,scale"), Signature(inputs=core, outputs=core))
+    assert fitted.prepared is not None
+    assert (fitted.prepared.channels_last, fitted.prepared.own_last) == (True, False)
+    raw = fitted.prepared.raw.shape
+    assert (raw[0], raw[3], raw[1], raw[2]) == core[0].shape
+
+
+def test_raw_pictures_of_a_module_with_channels_last_are_as_input_says() -> None:
+    raw = (TensorSpec.parse("image:uint8:batch,480,640,3"),)
+    own = {"image": TensorSpec.parse("image:float32:batch,6,8,3")}
+    for words in ("uint8,resize", "uint8,nhwc,resize"):
+        assert processing.describe_core(raw, request(words), own) == (own["image"],)
+    example = torch.from_numpy(RNG.standard_normal((2, 6, 8, 3)).astype(np.float32))
+    fitted = processing.fit(request("nhwc,resize,normalize"), Signature(inputs=(own["image"],), outputs=()))
+    assert fitted.prepared is not None
+    made = make_raw_example(fitted.prepared, example)
+    assert made.shape == (2, 12, 16, 3)
+    torch.testing.assert_close(Extension(fitted).prepare((made,))[0], example, rtol=1e-4, atol=1e-4)
+
+
+def test_numbers_for_each_of_any_channels_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="any channels") as caught:
+        build(tmp_path, request("normalize"), "image:float32:batch,c,6,8")
+    assert "image:float32:batch,c,6,8" in caught.value.remedy
+
+
 def test_numbers_are_scaled_for_all_channels_or_for_each(tmp_path: Path) -> None:
     value = RNG.standard_normal((4, 3)).astype(np.float32)
     (answer,) = compare(tmp_path, request("scale=2,normalize=1,2,3/0.5"), {"x": value}, "x:float32:batch,3")
@@ -92,6 +144,20 @@ def test_classes_are_the_second_axis_and_of_tokens_the_last(tmp_path: Path, word
     value = RNG.standard_normal([int(size) for size in shape.split(",")]).astype(np.float32)
     (answer,) = compare(tmp_path, request(append=words), {"x": value}, f"x:float32:{shape}")
     np.testing.assert_allclose(answer.sum(axis), 1, rtol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("shape", "axis"),
+    [("4,8,8,5", 3), ("4,side,side,5", 3), ("4,5,8,8", 1), ("4,8,8,9", 1), ("4,8,6,5", 1), ("4,6,6,c", 1)],
+)
+def test_classes_of_a_square_picture_are_last_where_they_are_fewer(shape: str, axis: int) -> None:
+    specs = (TensorSpec.parse(f"x:float32:{shape}"),)
+    for word in ("softmax", "argmax", "topk=2"):
+        fitted = processing.fit(request(append=word), Signature(inputs=specs, outputs=specs))
+        assert fitted.appended[0].axis == axis
+        note = f"takes axis {axis} of {specs[0]} for the classes, {specs[0].shape[axis]} of them"
+        assert fitted.notes == (f"--append {word.partition('=')[0]} {note}",)
+    assert processing.fit(request(append="sigmoid"), Signature(inputs=specs, outputs=specs)).notes == ()
 
 
 def test_selections_come_behind_activations_and_of_the_named_output(tmp_path: Path) -> None:
@@ -222,6 +288,9 @@ def test_more_boxes_than_are_compared_at_once_are_suppressed_in_order() -> None:
         ("uint8=3", "", PICTURE, "takes no value"),
         ("resize", "", ("x:float32:batch,3",), "needs one input of floats with 4 axes"),
         ("scale", "", ("a:float32:batch,3", "b:float32:batch,3"), "the model has 2 among"),
+        ("resize", "", ("image:float32:batch,h,w,3",), "takes any size"),
+        ("resize", "", ("image:float32:batch,3,32,w",), "takes several sizes"),
+        ("resize=8", "", ("image:float32:batch,3,32,w",), "does not fit"),
         ("", "softmax,sigmoid", PICTURE, "do not go together"),
         ("", "topk,nms", PICTURE, "do not go together"),
         ("", "softmax=1", PICTURE, "takes no value"),
@@ -269,6 +338,46 @@ def test_a_graph_that_computes_something_else_is_refused(tmp_path: Path) -> None
     other = fitted.model_copy(update={"prepared": fitted.prepared.model_copy(update={"factors": (0.4,)})})
     with pytest.raises(ModelError, match="differs from PyTorch"):
         check_graph(other, core, extended, {"x": np.ones((2, 3), np.float32)})
+
+
+@pytest.mark.parametrize("words", ["softmax", "topk=2", "argmax"])
+def test_float16_may_be_rounded_otherwise(tmp_path: Path, words: str) -> None:
+    """Places of equal scores may be any of these; other places, and larger distances, are refused."""
+    spec = TensorSpec(name="x", dtype="float16", shape=(4, 3))
+    graph = onnx.parser.parse_graph("g (float16[4, 3] x) => (float16[4, 3] y) { y = Neg(x) }")
+    onnx.save(helper.make_model(graph, opset_imports=[helper.make_opsetid("", 17)], ir_version=8), tmp_path / "x.onnx")
+    fitted = processing.fit(request(append=words), model_file.signature(tmp_path / "x.onnx"))
+    for number, (change, refused) in enumerate((("m = Mul(n, near)", False), ("m = Mul(n, far)", True))):
+        constants = "<float near = {1.002}, float far = {-1.2}>"
+        text = f"{constants} {{ f = Cast <to = 1> (x) n = Neg(f) {change} y = Cast <to = 10> (m) }}"
+        graph = onnx.parser.parse_graph(f"g (float16[4, 3] x) => (float16[4, 3] y) {text}")
+        onnx.save(
+            helper.make_model(graph, opset_imports=[helper.make_opsetid("", 17)], ir_version=8), tmp_path / "y.onnx"
+        )
+        model = edit.load(tmp_path / "y.onnx")
+        extend(model, fitted)
+        (out := tmp_path / str(number)).mkdir()
+        edit.save(model, out)
+        feeds = {spec.name: np.array([[1, 1, 1], [2, 1, 1], [-1, -1, 3], [0, 1, 2]], np.float16)}
+        if refused:
+            with pytest.raises(ModelError, match="differs from PyTorch"):
+                check_graph(fitted, tmp_path / "x.onnx", out / edit.FILE, feeds)
+        else:
+            check_graph(fitted, tmp_path / "x.onnx", out / edit.FILE, feeds)
+
+
+def test_places_of_equal_scores_may_be_any_of_these() -> None:
+    specs = (TensorSpec.parse("a:float32:2,3"), TensorSpec.parse("b:float32:2,3"))
+    scores = [torch.zeros(2, 3), torch.tensor([[1.0, 1, 0], [0, 2, 2]])]
+    for word, count in (("argmax:b", 1), ("topk:b=1", 2)):
+        fitted = processing.fit(request(append=word), Signature(inputs=specs, outputs=specs))
+        outputs = [each.numpy() for each in Extension(fitted).complete(scores)]
+        assert len(outputs) == 1 + count
+        for place, same in ((1, True), (2, False)):
+            other = [*outputs[:-1], np.full_like(outputs[-1], place)]
+            mine = [*outputs]
+            replace_places(fitted, scores, mine, other)
+            assert (evaluator.largest_difference(mine, other) == 0) is same
 
 
 def test_raw_inputs_are_as_input_says() -> None:

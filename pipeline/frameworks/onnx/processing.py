@@ -78,6 +78,12 @@ def _prepend(builder: _Builder, processing: Processing) -> None:
     if prepared is None:
         return
     builder.stage = "prepend"
+    if len(prepared.factors) > 1 and prepared.has_open_channels:
+        raise UsageError(
+            f"--prepend has {len(prepared.factors)} numbers, and the model's input {prepared.core} any channels",
+            f"give one number for all channels, or fix them with --input, as in {prepared.raw.name}:"
+            f"{prepared.raw.dtype}:{','.join(map(str, prepared.raw.shape))}",
+        )
     position = next(i for i, value in enumerate(builder.graph.inputs) if value.name == prepared.core.name)
     old = builder.graph.inputs[position]
     raw = ir.Value()
@@ -88,7 +94,9 @@ def _prepend(builder: _Builder, processing: Processing) -> None:
     if prepared.channels_last:
         value = builder.add("Transpose", value, perm=[0, 3, 1, 2])
     if prepared.size:
+        value = builder.add("Transpose", value, perm=[0, 3, 1, 2]) if prepared.own_last else value
         value = _resize(builder, value, prepared.size)
+        value = builder.add("Transpose", value, perm=[0, 2, 3, 1]) if prepared.own_last else value
     if prepared.scales:
         factors, offsets = (
             builder.constant(np.reshape(each, prepared.channels_shape), prepared.core.dtype)

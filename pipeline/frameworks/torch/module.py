@@ -234,7 +234,8 @@ def extend(loaded: LoadedModel, options: LoadOptions) -> LoadedModel:
     with torch.inference_mode():
         answers = module(*example.values())
     # sizes in outputs stay as they were found: neither resizing nor a selection changes which of them may vary
-    return dataclasses.replace(loaded, module=module, signature=fitted.signature, example=example, answers=answers)
+    changes = {"module": module, "signature": fitted.signature, "example": example, "answers": answers}
+    return dataclasses.replace(loaded, notes=(*loaded.notes, *fitted.notes), **changes)
 
 
 def _infer_signature(source: Source, options: LoadOptions, built: factories.Built) -> LoadedModel:
