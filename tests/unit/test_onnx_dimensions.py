@@ -439,6 +439,28 @@ def test_the_batch_is_what_is_named_so_where_inputs_agree(
     assert [", by its name, and is called 'batch'" in note for note in notes] == [True] * bool(expected)
 
 
+@pytest.mark.parametrize(
+    ("inputs", "output", "expected"),
+    [
+        ("float[n, t, 4] x, float[4, n, 12] z", "n, t, 4", "x:float32:batch,t,4 z:float32:4,batch,12"),
+        ("float[4, n, 12] z, float[n, t, 4] x", "n, t, 4", "z:float32:4,batch,12 x:float32:batch,t,4"),
+        ("float[n, t, 4] x, float[4, n, 12] z, float[2] u", "n, t, 4", ""),
+        ("float[n, t, 4] x, float[4, n, 12] z", "t, n, 4", ""),
+        ("float[4, n, 4] x, float[2, n, 12] z", "4, n, 4", ""),
+        ("float[n, t, 4] x, float[t, n, 12] z", "n, t, 4", "x:float32:batch,t,4 z:float32:t,batch,12"),
+    ],
+)
+def test_the_batch_is_what_all_inputs_have_and_some_and_outputs_begin_with(
+    tmp_path: Path, inputs: str, output: str, expected: str
+) -> None:
+    body = "y = Transpose <perm = [1, 0, 2]> (x)" if output == "t, n, 4" else "y = Relu(x)"
+    text = RECURRENT.format(inputs=inputs, output=output, body=body, zeros=ZEROS)
+    onnx.save(onnx.parser.parse_model(text), tmp_path / "m.onnx")
+    specs, notes = dimensions.find_batch(tmp_path / "m.onnx")
+    assert " ".join(map(str, specs)) == expected
+    assert ["as all inputs have it" in note for note in notes] == [True] * bool(expected)
+
+
 def test_an_input_whose_batch_nothing_tells_leaves_first_dimensions_as_it(tmp_path: Path) -> None:
     inputs, body = "float[?, ?, 4] x, float[?, 3] z", LAST.replace("y = Squeeze(last, at)", "s = Squeeze(last, at)")
     text = RECURRENT.format(inputs=inputs, output="?, 3", body=f"{body} y = Add(s, z)", zeros=ZEROS)

@@ -181,6 +181,8 @@ def find_batch(path: Path, known: Collection[str] = ()) -> tuple[tuple[TensorSpe
         return (), ()
     axes, kind = _find_recurrent(model.graph, signature)
     word, why = _choose_by_name(model, signature, first), "by its name"
+    if not (word or axes or first):
+        word, why = _choose_shared(signature), "as all inputs have it, and outputs begin with it"
     if word:
         axes = {spec.name: spec.shape.index(word) for spec in signature.inputs if word in spec.shape}
     elif axes:
@@ -238,6 +240,18 @@ def _choose_by_name(model: "onnx.ModelProto", signature: Signature, first: str |
         and model_file.may_follow(model, signature, word)
     ]
     return max(chosen, key=lambda word: (names[word], word.lower() in _EXACT), default="")
+
+
+def _choose_shared(signature: Signature) -> str:
+    """Choose the only word that all inputs have, once, some input begins with, and some output; empty for none."""
+    sides = [[spec.shape for spec in specs if spec.shape] for specs in (signature.inputs, signature.outputs)]
+    chosen = [
+        word
+        for word in signature.symbols
+        if all(shape.count(word) == 1 for shape in sides[0])
+        and all(any(shape[0] == word for shape in side) for side in sides)
+    ]
+    return chosen[0] if len(chosen) == 1 else ""
 
 
 def _find_recurrent(graph: "onnx.GraphProto", signature: Signature) -> tuple[dict[str, int], str]:
