@@ -81,11 +81,11 @@ class Model:
         for word, size in sizes.items():
             if size == 0 and self.manifest["shapes"].get(word, {"min": 1})["min"]:
                 name = next(spec["name"] for spec in specs if any(word in _list_words(dim) for dim in spec["shape"]))
-                raise ValueError(f"{word} is 0 in {name}, and engines do not compute with nothing")
+                advice = "" if word in ("batch", specs[0]["shape"][0]) else f": optimize with --shape {word}=0:OPT:MAX"
+                raise ValueError(f"{word} is 0 in {name}, and engines do not compute with nothing{advice}")
         outside = {}
         for dim, known in self.manifest["shapes"].items():
-            size = sizes.get(dim, known["min"])
-            if not known["min"] <= size <= known["max"]:
+            if not known["min"] <= (size := sizes.get(dim, known["min"])) <= known["max"]:
                 outside[dim] = f"{dim} is {size}, and the engine was verified for {known['min']} to {known['max']}"
         try:
             answers = self._run(feeds)

@@ -271,7 +271,7 @@ def _check_table(table: Table, reference: Feeds, actual: Feeds) -> None:
 def _explain_shape(name: str, reference: Array, actual: Array) -> FidelityError:
     wanted, given = (f"{array.dtype}{list(array.shape)}" for array in (reference, actual))
     dropped = reference.ndim != actual.ndim and reference.squeeze().shape == actual.squeeze().shape
-    remedy = "squeeze() in a model also drops a batch of 1: name the dimension, such as squeeze(1)"
+    remedy = "they differ in axes of 1: where a model calls squeeze(), which also drops a batch of 1, write squeeze(1)"
     return FidelityError(f"output {name!r} is {given}, and the reference's is {wanted}", remedy if dropped else "")
 
 

@@ -18,11 +18,12 @@ from enginesmith.pipeline.frameworks import processing, samples
 from enginesmith.pipeline.frameworks.onnx import dimensions, edit, evaluator, model_file, outputs, validation
 from enginesmith.pipeline.frameworks.onnx.exact import write_file_exactly
 from enginesmith.pipeline.frameworks.onnx.flatten import flatten
-from enginesmith.pipeline.frameworks.onnx.processing import extend
+from enginesmith.pipeline.frameworks.onnx.processing import OLDEST_OPSET, extend
 from enginesmith.pipeline.frameworks.onnx.randomness import check_steady
 from enginesmith.pipeline.frameworks.processing import ProcessingRequest
 from enginesmith.pipeline.frameworks.source import Source
 from enginesmith.pipeline.passes.base import Progress
+from enginesmith.pipeline.passes.opset import convert_opset
 from enginesmith.pipeline.tasks.base import Inputs, Task
 from enginesmith.pipeline.tasks.calibrate import open_data
 from enginesmith.pipeline.tasks.examples import choose_sizes, draw_feeds, make_example, plan_draws
@@ -136,7 +137,7 @@ class LoadOnnx(_FromSource):
     """
 
     produces: ClassVar[Kind] = "onnx"
-    other_tools: ClassVar[tuple[str, ...]] = ("onnx", "onnx-ir")
+    other_tools: ClassVar[tuple[str, ...]] = ("onnx", "onnx-ir", "onnxscript")
 
     sizes: dict[str, int] = Field({})
     """Usual sizes of the dynamic dimensions that ``inputs`` leave open: with these, outputs that follow are found."""
@@ -233,10 +234,13 @@ class LoadOnnx(_FromSource):
 
         fitted = processing.fit(self.processing, model_file.signature(path), self.inputs)
         model = edit.load(path)
+        given, notes = model.opset_imports.get("", 0), fitted.notes
+        if given < OLDEST_OPSET and convert_opset(model, OLDEST_OPSET):
+            notes += (f"the graph was converted from opset {given} to {OLDEST_OPSET}, for --prepend and --append",)
         extend(model, fitted)
         edit.save(model, out)
         check_graph(fitted, path, out / edit.FILE, draw_feeds(fitted.signature, choose_sizes(fitted.signature)))
-        return fitted.notes
+        return notes
 
 
 class Shapes(Task):

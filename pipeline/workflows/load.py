@@ -43,7 +43,7 @@ from enginesmith.pipeline.results import remeasure
 from enginesmith.pipeline.results.package import describe, verify
 from enginesmith.pipeline.results.package import manifest as manifests
 from enginesmith.pipeline.system.device import Device
-from enginesmith.pipeline.tensors import Array, Feeds, ShapeRange, TensorSpec, check_indices, read_sizes
+from enginesmith.pipeline.tensors import Array, Feeds, ShapeRange, Signature, TensorSpec, check_indices, read_sizes
 from enginesmith.pipeline.workflows.run_directory import work_where_begun
 from enginesmith.pipeline.workflows.stages import reload_model
 
@@ -138,6 +138,13 @@ def _load_module(stored: remeasure.Stored) -> Candidate:
 
 
 _WIDEN = "optimize with --shape {word}=MIN:OPT:MAX that includes {size}"
+
+
+def _advise_nothing(word: str, range_: ShapeRange | None, signature: Signature) -> str:
+    """Say what helps where a size is 0 that nobody has verified at that: no option allows a batch of 0."""
+    if range_ is None or word == samples.batch_symbol(signature):
+        return "give some rows"
+    return f"give some, or, if the model takes none, optimize with --shape {word}=0:{range_.opt}:{range_.max}"
 
 
 class LoadedModel:
@@ -236,7 +243,8 @@ class LoadedModel:
             range_ = self._stored.ranges.get(word)
             if size == 0 and (range_ is None or range_.min):
                 name = next(spec.name for spec in self.signature.inputs if word in spec.symbols)
-                raise ShapeError(f"{word} is 0 in {name}, and engines do not compute with nothing", "give some rows")
+                message = f"{word} is 0 in {name}, and engines do not compute with nothing"
+                raise ShapeError(message, _advise_nothing(word, range_, self.signature))
         for word, (size, message) in self._find_outside(feeds).items():
             remedy = _WIDEN.format(word=word, size=size)
             if self._stored.candidate.engine.needs_shapes:

@@ -143,7 +143,9 @@ def export(recipe: Recipe, output: Path, settings: Settings) -> StageResult:
     """
     resolved = resolve_recipe(recipe)
     if not resolved.source.is_torch:
-        raise UsageError(f"{recipe.model} is an ONNX file already", "to clean it, use `enginesmith simplify`")
+        wish = "add --prepend and --append to it" if recipe.prepend or recipe.append else "clean it"
+        remedy = f"to {wish}, use `enginesmith simplify` with the same options"
+        raise UsageError(f"{recipe.model} is an ONNX file already", remedy)
     return _to_file(resolved, plans.export_steps(resolved), plans.EXPORT, output, settings)
 
 

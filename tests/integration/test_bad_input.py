@@ -255,6 +255,7 @@ GRAPHS = (
     Case("weights missing", "simplify m.onnx", 1, "'w'|'w.bin'|no such file|beside m.onnx", external("w.bin")),
     Case("inspected", "inspect m.onnx", 1, "m.onnx|truncated", file("m.onnx", ONNX[:60])),
     Case("exported", "export m.onnx", 2, "m.onnx is an ONNX file already|simplify", GIVEN),
+    Case("exported with more", "export m.onnx --append sigmoid", 2, "already|--append to it|simplify", GIVEN),
     Case("another input", "simplify m.onnx --input z:float32:4", 2, "z:float32:4|x:float32:batch,4|--input", GIVEN),
     Case("for the compiled engine", "optimize m.onnx --engine compiled", 2, "'compiled'|file.py:factory", GIVEN),
 )

@@ -177,9 +177,11 @@ def test_a_size_that_was_not_verified_and_that_the_engine_fails_at_does_not_fit(
         with pytest.raises(ShapeError, match="length is 5, and v was verified for 1 to 3, and fails there") as error:
             model(x)
         assert error.value.remedy == "optimize with --shape length=MIN:OPT:MAX that includes 5"
-    for empty, word in ((x[:0, :2], "batch"), (x[:, :0], "length")):
-        with pytest.raises(ShapeError, match=f"{word} is 0 in x"):
+    option = "give some, or, if the model takes none, optimize with --shape length=0:2:3"
+    for empty, word, remedy in ((x[:0, :2], "batch", "give some rows"), (x[:, :0], "length", option)):
+        with pytest.raises(ShapeError, match=f"{word} is 0 in x") as error:
             model(empty)
+        assert error.value.remedy == remedy
     with pytest.raises(ModelError, match="failed on this input"):
         open_for(8)(x)
 

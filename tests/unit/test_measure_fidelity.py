@@ -317,6 +317,9 @@ def test_a_dimension_that_squeeze_drops_is_told() -> None:
         against(LOGITS[0], LOGITS[:1])
     assert "squeeze(1)" in error.value.remedy
     with pytest.raises(FidelityError) as error:
+        against(LOGITS, LOGITS[:, None])
+    assert error.value.remedy.startswith("they differ in axes of 1: where a model calls squeeze()"), "of no batch of 1"
+    with pytest.raises(FidelityError) as error:
         against(LOGITS[:1], LOGITS[:2])
     assert not error.value.remedy
 

@@ -389,6 +389,18 @@ def test_a_graph_that_openvino_does_not_know_is_refused(tmp_path: Path) -> None:
         sessions.read_graph(tmp_path / "model.onnx")
 
 
+def test_an_operator_that_is_not_read_again_is_refused_with_another_engine(tmp_path: Path) -> None:
+    """Attention of ONNX Runtime's own domain is written to OpenVINO's file, which then cannot be read."""
+    head = "net (float[1, 1, 8] x, float[1, 1, 4, 8] k, float[1, 1, 4, 8] v, int32[1] n, int32 t) => (float[1, 1, 8] y)"
+    call = "y, u, w = com.microsoft.GroupQueryAttention <num_heads = 1, kv_num_heads = 1> (x, x, x, k, v, n, t)"
+    model = parse_graph(f"{head} {{ {call} }}")
+    model.opset_imports["com.microsoft"] = 1
+    artifact, _ = build(model, tmp_path)
+    with pytest.raises(UnsupportedGraph, match="Cannot create GroupQueryAttention") as error:
+        OpenVINO().load(artifact, CPU)
+    assert error.value.remedy.startswith("take another engine")
+
+
 @pytest.mark.parametrize(
     ("precision", "floats"), [("fp32", "f32"), ("int8", "f32"), ("int8+fp16", "f16"), ("fp16", "f16"), ("bf16", "bf16")]
 )

@@ -15,6 +15,8 @@ from enginesmith.pipeline.frameworks.onnx import edit, evaluator, model_file
 from enginesmith.pipeline.frameworks.onnx.processing import extend
 from enginesmith.pipeline.frameworks.processing import Processing, ProcessingRequest
 from enginesmith.pipeline.frameworks.torch.processing import Extension, check_graph, make_raw_example, replace_places
+from enginesmith.pipeline.frameworks.source import resolve
+from enginesmith.pipeline.tasks.load import LoadOnnx
 from enginesmith.pipeline.tensors import Array, Signature, TensorSpec
 
 RNG = np.random.default_rng(5)
@@ -330,6 +332,17 @@ def test_old_graphs_are_refused(tmp_path: Path) -> None:
     fitted = processing.fit(request(append="softmax"), model_file.signature(path))
     with pytest.raises(UsageError, match="opset 13 or newer"):
         extend(edit.load(path), fitted)
+
+
+def test_files_of_an_old_opset_are_converted(tmp_path: Path) -> None:
+    path = write_copies(tmp_path / "old.onnx", ("x:float32:batch,3",), opset=11)
+    load = LoadOnnx(source=resolve(str(path)), processing=request("scale=2", "softmax"))
+    (out := tmp_path / "out").mkdir()
+    effect = load.run({}, out, lambda _: None)
+    assert "the graph was converted from opset 11 to 13, for --prepend and --append" in effect.notes
+    value = RNG.standard_normal((4, 3)).astype(np.float32)
+    (answer,) = evaluator.run_graph(out / effect.file, {"x": value})
+    np.testing.assert_allclose(answer, torch.from_numpy(value / 2).softmax(1), rtol=1e-5)
 
 
 def test_a_graph_that_computes_something_else_is_refused(tmp_path: Path) -> None:

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 FloatType = Literal["f32", "f16", "bf16"]
 """OpenVINO's words for the types that floating-point layers may compute in."""
-_UNSUPPORTED = ("OpConversionFailure", "NotImplementedFailure", "not supported", "Unsupported")
+_UNSUPPORTED = ("OpConversionFailure", "NotImplementedFailure", "not supported", "Unsupported", "Cannot create")
 """Words of OpenVINO about operators that it does not know."""
 _PRODUCTS = ("MatMul", "Einsum")
 _WITHOUT_SNIPPETS = {"SNIPPETS_MODE": "DISABLE"}
