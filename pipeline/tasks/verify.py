@@ -1,6 +1,7 @@
 """Sample feeds, answer them with the baseline, and compare what others answer."""
 
 import contextlib
+import time
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from functools import partial
@@ -74,7 +75,13 @@ _MADE_UP = "; the error is tiny, and the samples are made up: --data or --eval j
 _NOT_JUDGED = "changed on purpose; its quality says whether that is good enough"
 
 
+_TIME_SHARE = 0.3
+"""Share of the time left that the samples beyond the first call of each case may take: engines need the rest."""
+
+
 class _Answers(NamedTuple):
+    cases: tuple[samples.Case, ...]
+    """Those that were given, with the calls that there was time for."""
     unstable: UnstableNumbers
     odd: Mapping[str, float]
     """Shares of NaN and Inf by output."""
@@ -147,7 +154,8 @@ class Sample(Task):
                 return self._answer(baseline, cases, partial(make, drawing=drawing), out, progress)
 
             alone = data is None and not is_file and samples.batch_symbol(signature) is not None
-            drawing, (unstable, odd, lost, spans), redrawn = try_drawings(answer, DRAWINGS if alone else DRAWINGS[:1])
+            drawing, answered, redrawn = try_drawings(answer, DRAWINGS if alone else DRAWINGS[:1])
+            whole, (cases, unstable, odd, lost, spans) = cases, answered
             tried += [] if data else describe_narrow(signature, cases, out, narrow)
             choosing = find_choosing(session, cases, out)
             interacting, dropping = describe_interaction(session, cases, partial(make, drawing=drawing), out)
@@ -182,6 +190,7 @@ class Sample(Task):
         )
         notes = (
             *notes,
+            *_describe_fewer(whole, cases),
             *describe_assumed(ranges, assumed),
             *redrawn,
             *tried,
@@ -192,7 +201,7 @@ class Sample(Task):
             *_describe_emptiness(cases, out),
         )
         summary = "; ".join([f"{count_words(len(cases), 'set')} of feeds from {name} data", *notes])
-        return Effect(file=samples.RECORD, summary=summary, notes=notes, reads=read)
+        return Effect(file=samples.RECORD, summary=summary, notes=notes, reads=read, incomplete=cases != whole)
 
     def _open(self, signature: Signature) -> tuple[Dataset | None, tuple[Path, ...]]:
         """Open the data, with the files that it was read from.
@@ -220,7 +229,11 @@ class Sample(Task):
         out: Path,
         progress: Progress,
     ) -> _Answers:
-        """Write the feeds of all cases, the answers, and which of their numbers rounding decides."""
+        """Write the feeds of all cases, the answers, and which of their numbers rounding decides.
+
+        Each case has one call, and more of them while its part of the time lasts.
+        """
+        begun, seconds, kept = time.monotonic(), _TIME_SHARE * self.left_seconds / len(cases), list[samples.Case]()
         unstable = UnstableNumbers(baseline.session.perturb)
         odd, sizes, lost = Counter[str](), Counter[str](), list[str]()
         ends: list[dict[str, tuple[float, float]]] = []
@@ -228,8 +241,12 @@ class Sample(Task):
             feeds = make(case)
             samples.write_arrays(out, "feeds", index, feeds)
             before = odd.total(), sizes.total()
+            calls = 0
             for call in range(case.calls):
+                if call and time.monotonic() - begun >= seconds * (index + 1):
+                    break
                 progress(f"running {self.engine.name} at {format_sizes(case.sizes)}")
+                calls = call + 1
                 if call:
                     feeds = make(case, call=call)
                     samples.write_arrays(out, "feeds", index, feeds, call)
@@ -240,9 +257,19 @@ class Sample(Task):
                 _write_answer(out, index, call, outputs, unstable.find(feeds, outputs))
             if case.measured and 0 < odd.total() - before[0] == sizes.total() - before[1]:
                 lost.append(format_sizes(case.sizes))
-        return _Answers(
-            unstable, {key: count / sizes[key] for key, count in odd.items()}, lost, samples.join_ends(ends)
-        )
+            kept.append(case.model_copy(update={"calls": calls}))
+        shares = {key: count / sizes[key] for key, count in odd.items()}
+        return _Answers(tuple(kept), unstable, shares, lost, samples.join_ends(ends))
+
+
+def _describe_fewer(planned: Sequence[samples.Case], cases: Sequence[samples.Case]) -> list[str]:
+    """Describe that outputs are compared on fewer samples than planned, as the time is short."""
+    pairs = [(all_.calls, case) for all_, case in zip(planned, cases, strict=True) if case.calls < all_.calls]
+    return [
+        f"the time is short: outputs are compared on {count_words(case.calls * case.batch, 'sample')} at "
+        f"{format_sizes(case.sizes)} instead of {calls * case.batch}; give more with --time"
+        for calls, case in pairs[:1]
+    ]
 
 
 def _write_answer(out: Path, index: int, call: int, outputs: Feeds, unstable: Feeds) -> None:

@@ -162,6 +162,25 @@ def test_a_test_vector_has_the_range_of_all_answers(tmp_path: Path) -> None:
     assert samples.find_ends({"y": np.float32([3.0, np.nan, -np.inf, 1.0]), "n": np.arange(3)}) == {"y": (1.0, 3.0)}
 
 
+def test_the_reference_has_fewer_samples_where_the_time_is_short(tmp_path: Path) -> None:
+    """Each case has one call; what is left out is noted, and the reference is made again the next time."""
+    np.savez(tmp_path / "data.npz", x=np.arange(18, dtype=np.float32).reshape(6, 3))
+    given = {"model": save_operator(tmp_path / "same.onnx", "Identity")}
+    data = {"data": str(tmp_path / "data.npz"), "data_options": DataOptions()}
+    sample = Sample(engine=OnnxRuntime(), ranges={}, batches=(1, 4), seed=0, **data)
+    for seconds, calls, notes in (
+        (0.0, [1, 1], ("the time is short: outputs are compared on 1 sample at batch 1 instead of 6; give more",)),
+        (1e9, [6, 2], ()),
+    ):
+        (out := tmp_path / str(seconds)).mkdir()
+        effect = sample.model_copy(update={"left_seconds": seconds}).run(given, out, lambda _: None)
+        assert [case.calls for case in samples.read(out).cases] == calls
+        assert len(effect.notes) == len(notes)
+        assert all(note.startswith(start) for note, start in zip(effect.notes, notes, strict=True))
+        assert effect.incomplete is bool(notes)
+        assert [len(each.outputs) for each in samples.read_calls(out)] == calls
+
+
 def test_a_test_vector_has_finite_answers_where_there_are_some(tmp_path: Path) -> None:
     small = Case(points=("min",), sizes={"batch": 1}, batch=1, calls=2)
     large = Case(points=("max",), sizes={"batch": 2}, batch=2)
