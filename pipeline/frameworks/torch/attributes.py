@@ -4,6 +4,7 @@ Two modules that are built alike have the same digest, in another process, too. 
 again is the same one, and leads to other engines where a model's code decides by a file, a date or the environment.
 """
 
+import datetime
 import enum
 import functools
 import hashlib
@@ -14,7 +15,7 @@ import random
 import re
 import types
 import weakref
-from collections.abc import Callable, Iterable, Mapping, Set
+from collections.abc import Callable, Collection, Iterable, Mapping, Set
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -38,20 +39,31 @@ class Attributes(NamedTuple):
     digest: str
     complete: bool
     """False where there are objects of which only the class is known."""
+    parts: Mapping[str, str] = types.MappingProxyType({})
+    """Digests of the module alone, by an empty name, and of the global names of files, by module: complete ones."""
 
 
 UNKNOWN = Attributes("", complete=False)
 
 
-def digest_attributes(module: nn.Module, beside: Mapping[str, Any] = types.MappingProxyType({})) -> Attributes:
+def digest_attributes(
+    module: nn.Module, beside: Mapping[str, Any] = types.MappingProxyType({}), executed: Collection[str] = ()
+) -> Attributes:
     """Digest the attributes of a module and all modules in it, but for the values of parameters and buffers.
 
-    ``beside`` is what its code may use besides: global names.
+    ``beside`` is what its code may use besides: global names, by module; those of ``executed`` become parts.
     """
-    walk = _Walk((*module.parameters(), *module.buffers()))
+    weights = (*module.parameters(), *module.buffers())
+    walk = _Walk(weights)
     walk.add(module)
+    parts = {"": walk.digest.hexdigest()} if walk.complete else {}
     walk.add(beside)
-    return Attributes(walk.digest.hexdigest(), walk.complete)
+    for name in sorted(beside.keys() & executed):
+        own = _Walk(weights)
+        own.add(beside[name])
+        if own.complete:
+            parts[name] = own.digest.hexdigest()
+    return Attributes(walk.digest.hexdigest(), walk.complete, parts)
 
 
 class _Walk:
@@ -189,5 +201,6 @@ _READERS: tuple[tuple[Any, Callable[[Any], Iterable[Any]]], ...] = (
     (random.Random, lambda value: (value.getstate(),)),
     (weakref.ref, lambda value: (value(),)),
     (logging.Logger, lambda value: (value.name,)),
+    ((datetime.date, datetime.time), lambda value: (value.isoformat(),)),
 )
 """Kind → what its values are made of."""

@@ -25,6 +25,7 @@ from enginesmith.pipeline.errors import ModelError, SignatureError, SourceError,
 from enginesmith.pipeline.frameworks.processing import Processing
 from enginesmith.pipeline.frameworks.source import SAVED, Source, rebase, resolve
 from enginesmith.pipeline.frameworks.torch import factories
+from enginesmith.pipeline.frameworks.torch.attributes import Attributes
 from enginesmith.pipeline.frameworks.torch.dims import same_answers
 from enginesmith.pipeline.frameworks.torch.file_tracking import read_held, swap, track_files
 from enginesmith.pipeline.frameworks.torch.module import LoadedModel, LoadOptions, NamedForward, extend
@@ -81,6 +82,8 @@ class _Record(BaseModel):
     """State entries that share memory with another one → that other."""
     attributes: str = ""
     """Digest of what the module holds beside tensors, so that a module with other numbers makes another artifact."""
+    steady: dict[str, str] = {}
+    """Parts of it that came back when the factory was called again, as in ``Attributes.parts``."""
     draw: bool = False
     """The factory has to draw its random weights, although others replace them: something is made of them."""
     surgery: Surgery | None = None
@@ -113,13 +116,13 @@ def save(loaded: LoadedModel, source: Source, options: LoadOptions, out: Path) -
         output_names=loaded.module.outputs,
         packages=loaded.packages,
         tied=tied,
-        attributes=loaded.attributes,
+        attributes=loaded.attributes.digest,
         copies=loaded.module.copies,
         processing=loaded.module.extension.processing if loaded.module.extension else None,
         class_names=loaded.class_names,
     )
     _write(state, out / _STATE)
-    record = record.model_copy(update={"draw": not _comes_back(loaded, out / _STATE, record)})
+    record = _build_again(loaded, out / _STATE, record)
     (out / RECORD).write_text(record.model_dump_json(indent=1), encoding="utf-8")
     _write_example(loaded, out)
 
@@ -169,8 +172,8 @@ def _answer(model: nn.Module, loaded: LoadedModel, record: _Record) -> tuple[Ten
         return record.wrap(model, loaded.example).forward(*loaded.example.values())
 
 
-def _comes_back(loaded: LoadedModel, state: Path, record: _Record) -> bool:
-    """Tell whether a module without random weights, with the stored tensors in it, is the original.
+def _build_again(loaded: LoadedModel, state: Path, record: _Record) -> _Record:
+    """Find out whether a module without random weights, with the stored tensors in it, is the original; record it.
 
     It has to answer likewise, and to hold the same beside its tensors: a table of random numbers is drawn from those
     that follow the weights' own, and the example, of zeros perhaps, need not show it.
@@ -187,7 +190,8 @@ def _comes_back(loaded: LoadedModel, state: Path, record: _Record) -> bool:
                 built = _build_around(state, record.model_copy(update={"draw": draw}))
             alike = draw or (built.attributes.complete and built.attributes.digest == record.attributes)
             if alike and same_answers(loaded.answers, _answer(built.module, loaded, record)):
-                return not draw
+                before, after = loaded.attributes.parts.items(), built.attributes.parts.items()
+                return record.model_copy(update={"draw": draw, "steady": dict(sorted(before & after))})
         except (RuntimeError, ValueError, SourceError) as error:
             failure = error if draw else None
     if failure is not None:
@@ -224,7 +228,7 @@ def load_artifact(artifact: Artifact) -> LoadedModel:
     """Load the module of a torch artifact, with exactly the weights that were stored.
 
     Raises:
-        SourceError: the factory now gives a module that the stored weights do not fit.
+        SourceError: the factory now gives a module that the stored weights do not fit, or that holds something else.
     """
     return _load_files(artifact.folder, read_record(artifact.folder))
 
@@ -233,6 +237,7 @@ def _load_files(folder: Path, record: _Record) -> LoadedModel:
     from safetensors.torch import load_file
 
     built = _build_around(folder / _STATE, record)
+    _compare_attributes(built.attributes, record)
     example = load_file(folder / _EXAMPLE)
     ordered = {spec.name: example[spec.name] for spec in record.signature.inputs}
     return LoadedModel(record.wrap(built.module, ordered), record.signature, ordered, frozen=built.frozen)
@@ -272,6 +277,22 @@ def _build_around(state: Path, record: _Record) -> factories.Built:
             with safe_open(state, framework="pt") as stored:
                 put_module(model, name, stored.get_tensor(name).clone())
     return built
+
+
+def _compare_attributes(attributes: Attributes, record: _Record) -> None:
+    """Compare what a module holds beside its tensors with what it held when it was stored, mostly in another process.
+
+    Raises:
+        SourceError: something came back in the process that stored it, and is something else here.
+    """
+    other = [name for name, digest in record.steady.items() if attributes.parts.get(name, digest) != digest]
+    if other:
+        what = f"the global names of {other[0]}.py" if other[0] else "the module's attributes"
+        raise SourceError(
+            f"{record.model} builds another model each time it is called in another process: {what} are others there",
+            "let nothing in it depend on the order of a set (write sorted(…)), a date, os.getpid() or the machine; or "
+            "keep what it computes in parameters or buffers (register_buffer)",
+        )
 
 
 def _copy_stored(state: Path, name: str, target: torch.Tensor) -> None:
