@@ -98,6 +98,8 @@ class Samples(BaseModel, frozen=True):
     """Dynamic dimensions whose sizes nothing tells: neither options nor data nor an example."""
     class_names: tuple[str, ...] = ()
     """Names of the model's classes by number, where it has some: labels that are words are numbered by them."""
+    yielded: dict[str, str] = {}
+    """Digest of all samples that a function of the user's yielded, by its name."""
 
     @property
     def quantized_db(self) -> dict[str, float]:

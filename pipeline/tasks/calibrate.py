@@ -70,6 +70,19 @@ def open_data(
     return data, (*sorted(files), *data.folders)
 
 
+def check_yields_again(reference: str, digest: str, before: str, consequence: str) -> None:
+    """Compare the digest of what a function of the user's yielded with that of an earlier call, empty if unknown.
+
+    Raises:
+        DataError: they differ.
+    """
+    if before and digest != before:
+        raise DataError(
+            f"{reference} yields other samples each time that it is called, {consequence}",
+            "give its random numbers a fixed seed, let no DataLoader shuffle, and sort files that it lists",
+        )
+
+
 def read_class_names(inputs: Inputs) -> tuple[str, ...]:
     """Read the names of the model's classes by number, from the reference or else the module; empty where it has none.
 
@@ -107,6 +120,8 @@ class Feeder(BaseModel, frozen=True, extra="forbid"):
             )
         else:
             given, files = open_data(self.data, model.model_signature.inputs, "calibration", self.options)
+            if reference.kind == "reference" and (before := samples.read(reference.folder).yielded.get(self.data)):
+                check_yields_again(self.data, given.whole.digest, before, "so none can be held out for fidelity")
             data, batch = self._sample(given, model.model_signature, reference)
             data = validate_for_calibration(data)
         return Feeding(data, data.provenance(self.seed, batch)), files

@@ -10,6 +10,7 @@ from pydantic import Field, SerializeAsAny
 
 from enginesmith.calibration.dataset import Dataset, Labels, take_labels
 from enginesmith.calibration.options import DataOptions, PartName
+from enginesmith.calibration.user_code import is_reference
 from enginesmith.pipeline.artifact import Artifact, Effect, Kind
 from enginesmith.pipeline.engines import baseline, simulation
 from enginesmith.pipeline.engines.base import Engine, Session
@@ -22,7 +23,7 @@ from enginesmith.pipeline.measure.metrics.table import find_own
 from enginesmith.pipeline.passes.base import Progress
 from enginesmith.pipeline.system.device import Device
 from enginesmith.pipeline.tasks.base import Inputs, Task, read_models, write_records
-from enginesmith.pipeline.tasks.calibrate import open_data
+from enginesmith.pipeline.tasks.calibrate import check_yields_again, open_data
 from enginesmith.pipeline.tasks.measure import this_hardware
 from enginesmith.pipeline.tensors import Array, Feeds, ShapeRange, rows_first
 from enginesmith.pipeline.units import format_metric
@@ -33,6 +34,7 @@ _JUDGED: tuple[PartName, ...] = ("choice", "judgement")
 _TRIED = 2
 """Samples that a metric is tried on."""
 _TOGETHER_BYTES = 32 << 20
+_ON_THE_SAME = "and variants can be judged on equal ones only"
 
 
 class EngineCheck(Task):
@@ -110,11 +112,14 @@ class Quality(EngineCheck):
         if baseline is not None and not (baseline.folder / _OUTPUTS).exists():
             return baseline.history[-1].effect, {}, ()
         data, reads = open_data(self.data, session.signature.inputs, "test", self.data_options)
+        whole = data.whole
         if self.samples is not None:
             data = data.sample(self.samples, self.seed)
         if data.labels is None and self.metric is None:
             return "the data has no labels, so there is no quality", {}, reads
         reference_samples = samples.read(reference.folder) if reference else None
+        if reference_samples and (before := reference_samples.yielded.get(self.data)):
+            check_yields_again(self.data, whole.digest, before, _ON_THE_SAME)
         together = self._find_batch(baseline, reference_samples)
         with track_files(allow_pickle=False) as tracker:
             try:
@@ -132,7 +137,9 @@ class Quality(EngineCheck):
                     raise
                 return f"no metric was named, and {error.message}", {}, reads
         known = next(iter(read_models(baseline, quality.Quality)), None)
-        content = known.data_sha256 if known else data.digest
+        content = known.data_sha256 if known and not is_reference(self.data) else data.digest
+        if known:
+            check_yields_again(self.data, content, known.data_sha256, _ON_THE_SAME)
         judged = judged.model_copy(update={"batch": together, "data_sha256": content})
         return judged, outputs, (*reads, *_code_read(self.metric, tracker.files))
 

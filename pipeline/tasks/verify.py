@@ -28,7 +28,7 @@ from enginesmith.pipeline.passes.base import Progress
 from enginesmith.pipeline.passes.export.sizes import find_limits
 from enginesmith.pipeline.system.device import Device
 from enginesmith.pipeline.tasks.base import Inputs, Task, write_records
-from enginesmith.pipeline.tasks.calibrate import Feeder, open_data, read_class_names
+from enginesmith.pipeline.tasks.calibrate import Feeder, check_yields_again, open_data, read_class_names
 from enginesmith.pipeline.tasks.examples import (
     Baseline,
     advise,
@@ -116,6 +116,8 @@ class Sample(Task):
         signature = model.model_signature
         _check_ends(signature)
         data, read = self._open(signature)
+        origin = self.data or (self.held_out.data if self.held_out else None)
+        yielded = {origin: data.whole.digest} if data and origin and is_reference(origin) else {}
         class_names = read_class_names(inputs)
         if data:
             with contextlib.nullcontext() if self.metric else contextlib.suppress(DataError):
@@ -169,7 +171,7 @@ class Sample(Task):
         facts["unverified"] = unstable.find_unverified(in_sets)
         facts["quantizes"] = is_file and moves_steps(edit.load(model.path))
         facts |= {"choosing": choosing, "rounding": unstable.movements, "rounding_db": unstable.sqnr_db}
-        facts |= {"class_names": class_names, "assumed": assumed, "drawing": drawing}
+        facts |= {"class_names": class_names, "assumed": assumed, "drawing": drawing, "yielded": yielded}
         facts["tables"] = {} if data else signature.tables
         if not data:
             samples.write_example(out, given)
@@ -214,11 +216,7 @@ class Sample(Task):
         data, read = open_data(self.data, signature.inputs, "test", self.data_options)
         if isinstance(self.data_options, PartOptions) and is_reference(self.data):
             again, _ = open_data(self.data, signature.inputs, "test", self.data_options)
-            if again.digest != data.digest:
-                raise DataError(
-                    f"{self.data} yields other samples each time that it is called, so they cannot be split",
-                    "give its random numbers a fixed seed, and sort files that it lists",
-                )
+            check_yields_again(self.data, again.digest, data.digest, "so they cannot be split")
         return data, read
 
     def _answer(

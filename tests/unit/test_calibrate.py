@@ -285,6 +285,26 @@ def test_fidelity_has_samples_of_its_own(tmp_path: Path, rows: int, count: int, 
     assert rows == count or not set(taken) & set(held_out.rows)
 
 
+def test_a_function_that_yields_other_samples_leaves_none_for_fidelity(tmp_path: Path) -> None:
+    """The order is another one than the reference's, so those that are left for it may be taken."""
+    model, beside = network(tmp_path), reference(tmp_path)
+    assert model.signature is not None
+    for seed in ("0", ""):
+        rows = f"random.default_rng({seed}).random((9, 1, 8, 8))"
+        code = f"from numpy import random\ndef f():\n    yield {{'image': {rows}}}"
+        (tmp_path / f"rows{seed}_of_calibration.py").write_text(code)
+        data = f"{tmp_path}/rows{seed}_of_calibration.py:f"
+        feeder = Feeder(data=data, samples=4, seed=0)
+        held_out, _ = feeder.held_out(model.signature)
+        known = samples.read(beside.folder).model_copy(update={"yielded": {data: held_out.whole.digest}})
+        samples.write(beside.folder, known)
+        if seed:
+            assert len(feeder.open(model, beside)[0]) == 4
+        else:
+            with pytest.raises(DataError, match="yields other samples each time.*held out for fidelity"):
+                feeder.open(model, beside)
+
+
 RESOLUTION = 1 / 512  # of a bin, relative to the values in it
 COUNT = 60_000
 ROUNDED = 1e-8  # nine significant digits

@@ -1,5 +1,6 @@
 """Outputs and labels of samples that a metric judges."""
 
+import contextlib
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -11,7 +12,7 @@ from PIL import Image
 
 from enginesmith.calibration.dataset import Dataset, open_dataset, split_rows
 from enginesmith.calibration.options import DataOptions, PartName, PartOptions
-from enginesmith.pipeline.artifact import Artifact
+from enginesmith.pipeline.artifact import Artifact, HistoryEntry
 from enginesmith.pipeline.engines.onnxruntime.engine import OnnxRuntime
 from enginesmith.pipeline.errors import DataError
 from enginesmith.pipeline.frameworks import samples
@@ -19,6 +20,7 @@ from enginesmith.pipeline.frameworks.onnx import model_file
 from enginesmith.pipeline.measure.quality import explain_numbering
 from enginesmith.pipeline.system.device import Device
 from enginesmith.pipeline.tasks import quality as tasks
+from enginesmith.pipeline.tasks.base import Task
 from enginesmith.pipeline.tasks.quality import Quality, try_metric
 from enginesmith.pipeline.tasks.verify import Sample
 from enginesmith.pipeline.tensors import Array, Feeds, ShapeRange, Signature, TensorSpec
@@ -57,6 +59,36 @@ def test_as_many_samples_are_judged_together_as_the_range_of_the_batch_allows(
     with quality.engine.load(model, Device()) as session:
         quality.judge(session, None, lambda _: None)
     assert given == sizes
+
+
+LOADER = """
+import numpy as np
+
+def f():
+    rows = np.random.default_rng(SEED).random((40, 3), np.float32)
+    yield {"x": rows, "labels": rows}
+"""
+
+
+@pytest.mark.parametrize("known", ["reference", "baseline"])
+def test_a_function_that_yields_other_samples_is_refused(tmp_path: Path, known: str) -> None:
+    """Two variants would be judged on different ones, or in another order."""
+    model = save_operator(tmp_path / "model.onnx", "Identity")
+    for seed in ("0", ""):
+        place, folder = tmp_path / f"loader_{known}{seed}.py", tmp_path / f"seed{seed}"
+        place.write_text(LOADER.replace("SEED", seed))
+        folder.mkdir()
+        reading = {"data": f"{place}:f", "data_options": DataOptions(), "metric": "mse", "seed": 0}
+        quality = Quality(engine=OnnxRuntime(), device=Device(), samples=None, batch=8, largest_batch=8, **reading)
+        sample = Sample(engine=OnnxRuntime(), ranges={}, batches=(1,), **reading)
+        task: Task = sample if known == "reference" else quality
+        effect = task.run({"model": model}, folder, lambda _: None)
+        entry = HistoryEntry(step="", parameters={}, tools={}, seconds=0, host_peak_bytes=None, effect=effect.summary)
+        path = folder / effect.file
+        earlier = Artifact(kind=task.produces, path=path, sha256="", bytes=0, history=(entry,))
+        message = rf"{place.name}:f yields other samples each time.*equal ones only"
+        with contextlib.nullcontext() if seed else pytest.raises(DataError, match=message):
+            quality.run({"model": model, known: earlier}, tmp_path, lambda _: None)
 
 
 def test_a_label_of_another_part_is_found_before_long_work(tmp_path: Path) -> None:
