@@ -78,7 +78,7 @@ class Effect(BaseModel, frozen=True):
     reads: tuple[Path, ...] = ()
     """Files outside of the store that the result depends on, found out while making it; and folders as a whole."""
     packages: dict[str, str] = {}
-    """Installed packages that the result depends on, likewise, with their versions."""
+    """Installed packages that the result depends on, likewise, with their versions and digests."""
     variables: tuple[str, ...] = ()
     """Environment variables that the user's code asked for."""
     existence: dict[Path, bool] = {}

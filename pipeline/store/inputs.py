@@ -315,7 +315,7 @@ class InputDependencies:
             files = {key: describe_file(Path(from_portable_path(key)), record.states.get(key)) for key in wanted.files}
         except (OSError, LookupError, ValueError):
             return None
-        packages = software.versions(wanted.packages)
+        packages = software.identities(wanted.packages)
         if len(packages) < len(wanted.packages):
             return None
         path = f"{wanted.digest}.json"

@@ -2,11 +2,12 @@
 
 import ctypes
 import functools
+import hashlib
 import importlib
 import importlib.metadata
 import importlib.util
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from importlib.metadata import PackageNotFoundError
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -81,6 +82,32 @@ def version(name: str) -> str | None:
 def versions(names: Iterable[str]) -> dict[str, str]:
     """Return the versions of the packages that are installed."""
     return {name: installed for name in names if (installed := version(name))}
+
+
+def identify(name: str) -> str | None:
+    """Return an installed package's version with a digest of its files, or None: one's own keep their version.
+
+    The digests of its files are in its ``RECORD``; scripts are left out, which name the Python of this machine.
+    """
+    try:
+        package = importlib.metadata.distribution(name)
+    except PackageNotFoundError:
+        return None
+    rows = [line.split(",") for line in (package.read_text("RECORD") or "").splitlines()]
+    files = sorted(row[0] + row[-2] for row in rows if _is_content(row))
+    digest = hashlib.sha256("\n".join(files).encode()).hexdigest()[:16]
+    return f"{package.version} {digest}" if files else package.version
+
+
+def _is_content(row: Sequence[str]) -> bool:
+    """Tell whether a row of ``RECORD`` is of a file that a package brought, and has its digest."""
+    path = row[0].strip('"')
+    return len(row) > 2 and bool(row[-2]) and not path.startswith(("..", "/")) and ".dist-info/" not in path
+
+
+def identities(names: Iterable[str]) -> dict[str, str]:
+    """Return the identities of the packages that are installed."""
+    return {name: identity for name in names if (identity := identify(name))}
 
 
 def numbers(text: str) -> Numbers:

@@ -103,7 +103,6 @@ class Load(_FromSource):
             notes=loaded.notes,
             signature=loaded.signature,
             reads=(*loaded.files, *read),
-            packages=loaded.packages,
         )
 
     def _read_rows(self, specs: Sequence[TensorSpec], choose: InputChoice | None) -> tuple[Feeds, Sequence[Path]]:

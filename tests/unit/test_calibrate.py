@@ -301,7 +301,7 @@ def test_a_function_that_yields_other_samples_leaves_none_for_fidelity(tmp_path:
         if seed:
             assert len(feeder.open(model, beside)[0]) == 4
         else:
-            with pytest.raises(DataError, match="yields other samples each time.*held out for fidelity"):
+            with pytest.raises(DataError, match=r"yields other samples each time.*held out for fidelity"):
                 feeder.open(model, beside)
 
 

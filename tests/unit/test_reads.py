@@ -1,25 +1,33 @@
 """Test what steps read of the user's: changes are noticed, and a list is of use where a project lies elsewhere."""
 
 import errno
+import importlib
 import json
 import os
+import sys
 import time
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, ClassVar
 
-import numpy
 import pytest
 
+from enginesmith.calibration.options import AS_FOUND
 from enginesmith.pipeline.artifact import Effect, Kind, json_digest
 from enginesmith.pipeline.errors import StoreError
 from enginesmith.pipeline.execution.executor import StepCache
+from enginesmith.pipeline.frameworks.torch import file_tracking
+from enginesmith.pipeline.frameworks.torch.file_tracking import PRELOADED
 from enginesmith.pipeline.passes.base import Progress
 from enginesmith.pipeline.planning.plan import Step, StepRef
 from enginesmith.pipeline.store import inputs
 from enginesmith.pipeline.store.inputs import InputDependencies, ReadRecord
 from enginesmith.pipeline.store.store import Store
-from enginesmith.pipeline.tasks.base import Done, Inputs, Task
+from enginesmith.pipeline.system import software
+from enginesmith.pipeline.tasks.base import Done, Inputs, Task, execute, write_records
+from enginesmith.pipeline.tasks.calibrate import open_data
+from enginesmith.pipeline.tensors import TensorSpec
 
 
 @pytest.fixture
@@ -36,7 +44,7 @@ def test_reads_tell_whether_files_are_as_they_were(reads: InputDependencies, tmp
     code.write_text("a")
     weights.write_text("b")
     assert now(reads) is None
-    before = reads.record([code, weights], {"numpy": numpy.__version__})
+    before = reads.record([code, weights], software.identities(["numpy"]))
     assert now(reads) == before
     weights.write_text("c")
     changed = now(reads)
@@ -333,6 +341,83 @@ def test_a_result_is_not_found_under_content_that_came_while_it_was_made(tmp_pat
     assert cache.lookup() is None
     assert cache.make(work).path.read_text() == "new"  # it is written again, with the same content
     assert cache.lookup().path.read_text() == "new"
+
+
+class Open(Copy):
+    """Opens the data of a function, as many tasks do."""
+
+    reference: str
+
+    def run(self, inputs: Inputs, out: Path, progress: Progress) -> Effect:
+        data, files = open_data(
+            self.reference, [TensorSpec(name="x", dtype="float32", shape=("batch", 1))], "test", AS_FOUND
+        )
+        return write_records(out, [], f"{data.arrays['x'][0, 0]}", reads=files)
+
+
+def install(place: Path, name: str, number: int, *, owned: bool = True) -> None:
+    """Install a package of one module, always with one version; or a module that belongs to no package."""
+    (place / f"{name}.py").write_text(f"NUMBER = {number}\n")
+    if owned:
+        (folder := place / f"{name}-0.1.dist-info").mkdir(exist_ok=True)
+        (folder / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: 0.1\n")
+        (folder / "top_level.txt").write_text(f"{name}\n")
+        (folder / "RECORD").write_text(f"{name}.py,sha256={number},11\n../../../bin/{name},sha256=here,9\n")
+
+
+@pytest.mark.parametrize("kind", ["package", "loose", "missing"])
+def test_installed_code_that_a_function_of_data_imports_is_part_of_the_key(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str
+) -> None:
+    """One's own package is installed again with its version; a package that was tried in vain may be installed."""
+    (place := tmp_path / "site-packages").mkdir()
+    monkeypatch.syspath_prepend(place)
+    name, loader = f"installed_{kind}", tmp_path / f"loads_{kind}.py"
+    monkeypatch.setitem(sys.modules, PRELOADED, SimpleNamespace(COMMON=frozenset(sys.modules)))
+    loader.write_text(
+        f"import numpy\ntry:\n    from {name} import NUMBER\nexcept ImportError:\n    NUMBER = 1\n"
+        "def f():\n    yield {'x': numpy.full((3, 1), NUMBER, 'float32')}\n"
+    )
+    if kind != "missing":
+        install(place, name, 1, owned=kind == "package")
+    monkeypatch.setattr(file_tracking, "_FOREIGN", (*file_tracking._FOREIGN, f"{place}/"))
+    step = Step(StepRef("copy"), Open(reference=f"{loader}:f"))
+
+    def cache() -> StepCache:
+        return StepCache(step, {}, Store(tmp_path / "store"))
+
+    def make() -> str:
+        for module in (name, f"file {loader}"):
+            sys.modules.pop(module, None)
+        importlib.invalidate_caches()
+        return cache().make(lambda out, _: execute(step.task, {}, out, lambda _: None)).history[-1].effect
+
+    try:
+        assert make() == "1.0"
+        assert cache().lookup() is not None
+        install(place, name, 2, owned=kind == "package")
+        assert cache().lookup() is None
+        assert make() == "2.0"
+        assert cache().lookup() is not None
+    finally:
+        sys.modules.pop(name, None)
+
+
+def test_scripts_and_what_an_installer_notes_are_no_part_of_a_package(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They name the Python and the folders of one machine."""
+    monkeypatch.syspath_prepend(tmp_path)
+    install(tmp_path, "moved_package", 1)
+    before, record = software.identify("moved_package"), tmp_path / "moved_package-0.1.dist-info/RECORD"
+    record.write_text(
+        record.read_text().replace("here", "there") + "moved_package-0.1.dist-info/INSTALLER,sha256=x,4\n"
+    )
+    assert before == software.identify("moved_package")
+    install(tmp_path, "moved_package", 2)
+    assert before != software.identify("moved_package")
+    assert (before or "").startswith("0.1 ")
+    assert software.identify("moved_away_package") is None
 
 
 def test_a_result_that_was_cut_short_is_found_only_where_it_is_good_enough(tmp_path: Path) -> None:

@@ -9,6 +9,7 @@ that the user's own code asks for, and the paths that it asks for without openin
 import contextlib
 import functools
 import importlib
+import importlib.machinery
 import importlib.metadata
 import os
 import re
@@ -17,12 +18,14 @@ import sys
 import sysconfig
 import tempfile
 import traceback
-from collections.abc import Iterator, Sequence
+import types
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from enginesmith.pipeline.errors import SourceError
 from enginesmith.pipeline.store.inputs import ALL_VARIABLES, OWN_FILES, OWN_FOLDERS, USUAL_VARIABLES, exists, is_passing
+from enginesmith.pipeline.system import software
 
 PRELOADED = "enginesmith.pipeline.system.preload"
 _ROOT = Path(__file__).parents[3]
@@ -56,6 +59,8 @@ class FileTracker:
         """Environment variables that were asked for; :data:`ALL_VARIABLES` where all of them were."""
         self.existence: dict[Path, bool] = {}
         """By path that was asked for, whether it was there the first time."""
+        self.imports: set[str] = set()
+        """Top-level modules that the user's code asked for and Python did not have yet."""
 
     def handle_event(self, event: str, args: tuple[Any, ...]) -> None:
         """Handle one audit event."""
@@ -76,6 +81,8 @@ class FileTracker:
                 "store weights as safetensors or load them with weights_only=True; "
                 "or add --allow-pickle if you trust the file",
             )
+        elif event == "import" and "." not in args[0] and _is_imported_by_user():
+            self.imports.add(args[0])
 
     def add(self, path: Any) -> None:
         """Add a file of the user's (not of Python, an installed package or the system)."""
@@ -96,15 +103,62 @@ class FileTracker:
             self.existence[file] = there or exists(file)
 
     def packages(self) -> dict[str, str]:
-        """List packages imported beyond those that every worker has, with their versions."""
-        common: frozenset[str] = getattr(sys.modules.get(PRELOADED), "COMMON", frozenset())
-        imported = {name for name in sys.modules if "." not in name} - common
-        modules = [name for name in imported if _is_installed(sys.modules[name])]
-        if not modules:  # as for most models: reading what each distribution holds takes half a second
-            return {}
-        homes = importlib.metadata.packages_distributions()
-        names = {name for module in modules for name in homes.get(module, ())}
-        return {name: importlib.metadata.version(name) for name in sorted(names)}
+        """List packages imported beyond those that every worker has, with their versions and digests."""
+        return _list_packages()[0]
+
+
+def _list_packages() -> tuple[dict[str, str], set[Path]]:
+    """List packages imported beyond those that every worker has, and the files of modules that belong to none."""
+    common: frozenset[str] = getattr(sys.modules.get(PRELOADED), "COMMON", frozenset())
+    imported = {name for name in sys.modules if "." not in name} - common
+    modules = {name for name in imported if _is_installed(sys.modules[name])}
+    if not modules:  # as for most models: reading what each distribution holds takes half a second
+        return {}, set()
+    homes = dict(importlib.metadata.packages_distributions())
+    homes |= _find_homes({name for name in modules if name not in homes})
+    names = {name for module in modules for name in homes.get(module, ())}
+    loose = [held for name, held in sys.modules.items() if name.partition(".")[0] in modules - homes.keys()]
+    files = {Path(file) for held in loose if isinstance(file := read_held(held, "__file__"), str)}
+    packages = {name: identity for name in sorted(names) if (identity := software.identify(name))}
+    return packages, {file for file in files if file.is_file()}
+
+
+def _find_homes(modules: Collection[str]) -> dict[str, list[str]]:
+    """Find the distributions that hold the files of modules, as of extensions, which Python does not list as theirs."""
+    files = {name: Path(str(read_held(sys.modules[name], "__file__") or "")).name for name in modules}
+    homes: dict[str, list[str]] = {}
+    for distribution in importlib.metadata.distributions() if modules else ():
+        rows = (distribution.read_text("RECORD") or "").splitlines()
+        held = {row.partition(",")[0].partition("/")[0] for row in rows}
+        for name, file in files.items():
+            if {name, file} & held:
+                homes.setdefault(name, []).append(distribution.metadata["Name"])
+    return homes
+
+
+class Packages(NamedTuple):
+    """Installed code that the user's code depends on."""
+
+    versions: Mapping[str, str] = types.MappingProxyType({})
+    """By package, its version and digest."""
+    files: tuple[Path, ...] = ()
+    """Files of installed modules that belong to no package."""
+    absent: tuple[Path, ...] = ()
+    """Paths at which Python would find modules that the user's code tried to import, and which are not there."""
+
+
+def take_packages() -> Packages:
+    """Return the installed code that the user's code asked for since the last call."""
+    if not _ended:
+        return Packages()
+    missing = {name for tracker in _ended for name in tracker.imports if name not in sys.modules}
+    _ended.clear()
+    endings = ("", *importlib.machinery.all_suffixes())
+    folders = {Path(entry).absolute() for entry in sys.path if not entry.startswith(_STDLIB.removesuffix(os.sep))}
+    folders |= {Path(entry) for entry in sys.path if Path(entry).name in _INSTALLED}
+    paths = sorted(folder / f"{name}{ending}" for folder in folders for name in missing for ending in endings)
+    versions, files = _list_packages()
+    return Packages(versions, tuple(sorted(files)), tuple(path for path in paths if not exists(path)))
 
 
 def _find_user_path(path: Any) -> Path | None:
@@ -150,6 +204,8 @@ class Dependencies(NamedTuple):
 
 _listed, _asked, _existence = set[Path](), set[str](), dict[Path, bool]()
 """Those of all blocks that ended."""
+_ended: list[FileTracker] = []
+"""Trackers of those blocks, whose packages are listed when the step ends."""
 
 
 def take_dependencies() -> Dependencies:
@@ -194,6 +250,7 @@ def track_files(allow_pickle: bool, *, again: bool = False) -> Iterator[FileTrac
             _listed.update(tracker.folders)
             _asked.update(tracker.variables)
             _existence.update({**tracker.existence, **_existence})
+            _ended.append(tracker)
 
 
 @contextlib.contextmanager
@@ -333,6 +390,15 @@ def _find_user_frame() -> Any:
         frame = frame.f_back
     name = frame.f_code.co_filename if frame else "<"
     return None if name.startswith((*_FOREIGN, *_OWN_CODE, "<")) else frame
+
+
+def _is_imported_by_user() -> bool:
+    """Tell whether the user's own code asks for a module: packages try many that they do without."""
+    frame: Any = sys._getframe(1)
+    own = (__file__, f"{_STDLIB}importlib{os.sep}", "<frozen importlib")
+    while frame and frame.f_code.co_filename.startswith(own):
+        frame = frame.f_back
+    return frame is not None and not frame.f_code.co_filename.startswith((*_FOREIGN, *_OWN_CODE, "<"))
 
 
 def _is_from_own_process() -> bool:

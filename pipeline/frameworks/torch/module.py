@@ -117,7 +117,7 @@ class LoadedModel:
     files: tuple[Path, ...] = ()
     """Files of the user's that were read while it was built: code and weights."""
     packages: dict[str, str] = dataclasses.field(default_factory=dict)
-    """Installed packages that it is built with."""
+    """Installed packages that it is built with, with their versions and digests."""
     frozen: tuple[str, ...] = ()
     """Parameters that are not to be trained."""
     answers: tuple[Tensor, ...] = ()
