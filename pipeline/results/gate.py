@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from enginesmith.pipeline.artifact import copy_folder, replace_folder
-from enginesmith.pipeline.errors import EnginesmithError, UsageError, storage_errors
+from enginesmith.pipeline.errors import EnginesmithError, ModelError, UsageError, storage_errors
 from enginesmith.pipeline.measure.quality import Quality, sign_of
 from enginesmith.pipeline.measure.statistics import LEAST_LAUNCHES, NOISE_REMEDY, SAMPLE_FLOORS, TOO_NOISY, Interval
 from enginesmith.pipeline.recipe.options import Budgets
@@ -32,6 +32,7 @@ from enginesmith.pipeline.results.comparison import (
 from enginesmith.pipeline.results.earlier_fleet import Earlier
 from enginesmith.pipeline.results.fleet import RUNS
 from enginesmith.pipeline.results.gate_report import CheckState, Gate, GateCheck
+from enginesmith.pipeline.results.package import describe
 from enginesmith.pipeline.results.remeasure import Stored
 from enginesmith.pipeline.results.run import Run, VariantRecord
 from enginesmith.pipeline.results.verdicts import explain_failure, judge_budgets, why_ineligible
@@ -107,6 +108,7 @@ def gate(folder: Path, demands: Demands, variant: str | None = None, baseline: P
         )
     checks = [
         *_check_engines(after),
+        *_check_engine_file(after),
         *_check_budgets(after, demands),
         *(_check_regressions(before, after, demands) if before else ()),
     ]
@@ -178,6 +180,17 @@ def _check_engines(after: Stored) -> Iterator[GateCheck]:
             text = f"{engine} was not measured ({left.status}): {left.reason or 'no reason is known'}{resume}"
             # an engine for another machine may stay open here, and one that an interruption left may not
             yield GateCheck(name="engines", against="run", state="unjudged", required=interrupted, text=text)
+
+
+def _check_engine_file(after: Stored) -> Iterator[GateCheck]:
+    """Report an engine that is not the one that was measured; where the run was taken along without it, nothing."""
+    stored = after.record.artifact
+    if stored is not None and (after.folder / stored.path).is_file():
+        try:
+            describe.check_engine_file(after.folder, stored)
+        except ModelError as error:
+            text = f"{error.message}; {error.remedy}"
+            yield GateCheck(name="engine", against="run", state="failed", text=text)
 
 
 def _group_by_engine(run: Run) -> Iterator[tuple[str, list[VariantRecord]]]:

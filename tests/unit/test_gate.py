@@ -44,6 +44,23 @@ def test_a_budget_whose_number_is_unknown_is_not_judged_and_fails_the_gate(tmp_p
     assert found.breaches[0].text == "accuracy drop is unknown (no labels), and has to be at most 0.1000"
 
 
+def test_an_engine_that_the_run_did_not_measure_fails_the_gate(tmp_path: Path) -> None:
+    """Its numbers are those of another one; a run may be taken along without its engines."""
+    (folder := tmp_path / "run/variants/a").mkdir(parents=True)
+    (folder / "model.onnx").write_text("measured")
+    stored = StoredArtifact(
+        path="variants/a/model.onnx", sha256=folder_digest({"model.onnx": file_digest(folder / "model.onnx")}), bytes=8
+    )
+    run = write(tmp_path / "run", record(artifact=stored))
+    assert gate.gate(run, demands(max_latency_ms=2)).passed
+    (folder / "model.onnx").write_text("replaced")
+    found = gate.gate(run, demands(max_latency_ms=2))
+    assert (judged(found), found.exit_code) == ({"engine": False, "max_latency_ms": True}, 3)
+    assert "is not what the run made" in found.breaches[0].text
+    (folder / "model.onnx").unlink()
+    assert gate.gate(run, demands(max_latency_ms=2)).passed
+
+
 def test_eager_meets_any_limit_of_fidelity(tmp_path: Path) -> None:
     found = gate.gate(write(tmp_path / "run", winner="eager"), replace(demands(), min_sqnr_db=20))
     assert (judged(found), found.exit_code) == ({"min_sqnr_db": True}, 0)
