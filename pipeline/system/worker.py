@@ -259,6 +259,8 @@ def _main(
 ) -> None:
     # multiprocessing promises that a child uses its parent's fork server, and starts another: it lacks the address
     vars(_server).update(address, ensure_running=resource_tracker.ensure_running)
+    # a process begins others as it was begun itself; the user's code, as a DataLoader, is to do so as anywhere else
+    multiprocessing.set_start_method(None, force=True)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent decides; Ctrl-C reaches the whole group
     descriptor = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     for stream, number in ((sys.stdout, 1), (sys.stderr, 2)):

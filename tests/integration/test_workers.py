@@ -70,6 +70,24 @@ print(run())
     assert done.stdout.split() == ["True"] * 3, done.stderr
 
 
+def test_processes_of_the_users_code_are_begun_as_python_begins_them(tmp_path: Path) -> None:
+    """Forked ones, up to Python 3.13, need not import the file that names their functions and classes."""
+    code = "import multiprocessing\ndef ask(_): return multiprocessing.get_start_method()\n"
+    (tmp_path / "starts.py").write_text(code)
+    script = """
+import multiprocessing
+from pathlib import Path
+from enginesmith.pipeline.system import worker
+import starts
+print(multiprocessing.get_start_method(), worker.run(starts.ask, log=Path("log")))
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", script], cwd=tmp_path, env=alone(), capture_output=True, text=True, check=False
+    )
+    plain, inside = done.stdout.split() or ("", done.stderr)
+    assert plain == inside
+
+
 def test_an_answer_and_progress_come_back(tmp_path: Path) -> None:
     said: list[str] = []
     done = load("mlp", tmp_path, on_progress=said.append)
