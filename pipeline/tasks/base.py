@@ -16,7 +16,7 @@ from typing import Any, ClassVar, Literal, TypeVar
 from pydantic import BaseModel, Field
 
 from enginesmith.pipeline.artifact import Artifact, Effect, Kind
-from enginesmith.pipeline.frameworks.torch.file_tracking import take_dependencies, take_packages
+from enginesmith.pipeline.frameworks.torch.file_tracking import list_code, take_dependencies, take_packages
 from enginesmith.pipeline.passes.base import Progress
 from enginesmith.pipeline.system.device import Device
 from enginesmith.pipeline.tensors import Signature
@@ -146,9 +146,10 @@ def execute(task: Task, inputs: Inputs, out: Path, progress: Progress, begun: Pa
         assert isinstance(task, ResumableTask)
         effect = task.go_on(inputs, out, begun, progress)
     asked, installed = take_dependencies(), take_packages()
+    late = () if task.in_process else _list_late_code(inputs)
     effect = effect.model_copy(
         update={
-            "reads": (*effect.reads, *asked.folders, *installed.files),
+            "reads": (*effect.reads, *asked.folders, *installed.files, *late),
             "packages": dict(installed.versions),
             "variables": asked.variables,
             "existence": {**dict.fromkeys(installed.absent, False), **asked.existence},
@@ -156,6 +157,16 @@ def execute(task: Task, inputs: Inputs, out: Path, progress: Progress, begun: Pa
     )
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
     return Done(effect=effect, seconds=time.monotonic() - start, host_peak_bytes=peak)
+
+
+def _list_late_code(inputs: Inputs) -> tuple[Path, ...]:
+    """List code that a torch module imported only now, at sizes, say, that it was not loaded at."""
+    folders = [artifact.folder for artifact in inputs.values() if artifact.kind == "torch"]
+    if not folders:
+        return ()
+    from enginesmith.pipeline.frameworks.torch.saved import list_code_files
+
+    return tuple(sorted(list_code().difference(*map(list_code_files, folders))))
 
 
 def write_records(

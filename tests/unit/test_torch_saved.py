@@ -3,6 +3,7 @@
 import gc
 import math
 from pathlib import Path
+from typing import ClassVar
 
 import pytest
 import torch
@@ -11,7 +12,7 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 import loading
-from enginesmith.pipeline.artifact import Artifact
+from enginesmith.pipeline.artifact import Artifact, Effect, Kind
 from enginesmith.pipeline.errors import SourceError, StoreError
 from enginesmith.pipeline.frameworks.processing import ProcessingRequest
 from enginesmith.pipeline.frameworks.source import Source, resolve
@@ -20,6 +21,8 @@ from enginesmith.pipeline.frameworks.torch import module as torch_model
 from enginesmith.pipeline.frameworks.torch.factories import Built
 from enginesmith.pipeline.frameworks.torch.module import LoadOptions
 from enginesmith.pipeline.frameworks.torch.saved import parameters_left_empty
+from enginesmith.pipeline.passes.base import Progress
+from enginesmith.pipeline.tasks.base import Inputs, Task, execute, write_records
 from loading import ONE, SOURCE, stored
 
 load = loading.load  # a fixture
@@ -221,6 +224,30 @@ def test_what_is_another_thing_at_each_call_tells_nothing_of_other_processes(tmp
     """Nothing is computed from it: the answers were equal when the factory was called again."""
     round_trip(tmp_path, extra="import time; self.built = time.perf_counter_ns()")
     saved.load_artifact(stored(tmp_path))
+
+
+class Answer(Task):
+    """Runs a module at another size than that of its example."""
+
+    title: ClassVar[str] = "answer"
+    produces: ClassVar[Kind] = "record"
+
+    def run(self, inputs: Inputs, out: Path, progress: Progress) -> Effect:
+        saved.load_artifact(inputs["model"]).module(torch.zeros(5, 4))
+        return write_records(out, [])
+
+
+def test_code_that_a_module_imports_only_at_another_size_is_read_by_the_step(tmp_path: Path) -> None:
+    """The steps after loading run the module at all sizes, and depend on what it imports there."""
+    (tmp_path / "late_helper.py").write_text("FACTOR = 2\n")
+    late = "* (__import__('late_helper').FACTOR if len(x) > 4 else 1)"
+    file = tmp_path / "net_of_late.py"
+    file.write_text(NET.format(extra="pass", use=late))
+    source, options = resolve(f"{file}:build"), LoadOptions()
+    saved.save(torch_model.load(source, options), source, options, tmp_path)
+    effect = execute(Answer(), {"model": stored(tmp_path)}, tmp_path, lambda _: None).effect
+    assert tmp_path / "late_helper.py" in effect.reads
+    assert file not in effect.reads, "loading the model read it already"
 
 
 def test_parameters_are_listed_and_buffers_are_filled() -> None:

@@ -161,6 +161,13 @@ def take_packages() -> Packages:
     return Packages(versions, tuple(sorted(files)), tuple(path for path in paths if not exists(path)))
 
 
+def list_code() -> set[Path]:
+    """List the files of the user's modules that are imported by now."""
+    files = (read_held(module, "__file__") for name, module in list(sys.modules.items()) if name not in _MAIN)
+    paths = {_find_user_path(file) for file in files if isinstance(file, str) and file.endswith((".py", ".so"))}
+    return {path for path in paths if path is not None and path.is_file()}
+
+
 def _find_user_path(path: Any) -> Path | None:
     """Make a path absolute; None where it is empty or not the user's."""
     text = os.fsdecode(path)

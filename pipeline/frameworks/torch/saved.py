@@ -411,6 +411,11 @@ def read_record(folder: Path) -> _Record:
     return _Record.model_validate_json((folder / RECORD).read_bytes())
 
 
+def list_code_files(folder: Path) -> set[Path]:
+    """List the files that a torch artifact was made of."""
+    return {Path(from_portable_path(name)) for name, _ in read_record(folder).code}
+
+
 def read_example(artifact: Artifact) -> dict[str, Array]:
     """Read the example feeds of a torch artifact; nothing of the model is loaded."""
     from safetensors.numpy import load_file
