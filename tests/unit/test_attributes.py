@@ -70,6 +70,12 @@ def test_weights_do_not_count_wherever_they_are_held() -> None:
     assert digest_attributes(nets[0]) != digest_attributes(nets[1])
 
 
+@pytest.mark.parametrize("other", ["cuda", "cuda:1", torch.device("cuda:0")])
+def test_devices_do_not_count_as_each_machine_has_its_own(other: object) -> None:
+    assert digest_attributes(Net("cpu")) == digest_attributes(Net(other))
+    assert digest_attributes(Net("cpu")) != digest_attributes(Net("cpus"))
+
+
 def test_hashes_do_not_count_as_each_process_has_others() -> None:
     """The generation configuration of transformers holds one."""
     nets = [Net({"_original_object_hash": number}) for number in (1, 2)]

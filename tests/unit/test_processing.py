@@ -14,8 +14,8 @@ from enginesmith.pipeline.frameworks import processing
 from enginesmith.pipeline.frameworks.onnx import edit, evaluator, model_file
 from enginesmith.pipeline.frameworks.onnx.processing import extend
 from enginesmith.pipeline.frameworks.processing import Processing, ProcessingRequest
-from enginesmith.pipeline.frameworks.torch.processing import Extension, check_graph, make_raw_example, replace_places
 from enginesmith.pipeline.frameworks.source import resolve
+from enginesmith.pipeline.frameworks.torch.processing import Extension, check_graph, make_raw_example, replace_places
 from enginesmith.pipeline.tasks.load import LoadOnnx
 from enginesmith.pipeline.tensors import Array, Signature, TensorSpec
 

@@ -29,6 +29,8 @@ _DEEPEST = 150
 _PLAIN = (bool, int, float, complex, bytes, type(None), range, slice, enum.Enum, np.generic)
 _OF_TORCH = (torch.dtype, torch.device, torch.layout, torch.memory_format)
 _TENSORS, _HOOKS = ("_parameters", "_buffers"), "_hooks"
+_DEVICES = re.compile(r"(cpu|cuda|mps|xpu)(:\d+)?")
+"""Names of devices, which depend on the machine: all are taken for the same one."""
 _OPAQUE = ("torch.fx", "torch.jit", "torch._C", "_thread")
 """Packages whose objects are told by their class alone."""
 
@@ -78,7 +80,9 @@ class _Walk:
 
     def add(self, value: Any) -> None:
         """Visit a value."""
-        if isinstance(value, str):  # a path means the same in another folder
+        if isinstance(value, (str, torch.device)) and _DEVICES.fullmatch(str(value)):
+            self._write("device")
+        elif isinstance(value, str):  # a path means the same in another folder
             self._write("str", to_portable_path(value))
         elif isinstance(value, (*_PLAIN, *_OF_TORCH)):
             self._write(type(value).__qualname__, repr(value))
