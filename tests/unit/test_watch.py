@@ -14,6 +14,7 @@ import subprocess
 import sys
 import tempfile
 import types
+import zipfile
 from collections import OrderedDict
 from collections.abc import Callable
 from pathlib import Path
@@ -43,6 +44,27 @@ def test_files_that_are_read_are_remembered(tmp_path: Path) -> None:
         (tmp_path / "gone.txt").read_text()
         (tmp_path / "gone.txt").unlink()
     assert {path for path in tracker.files if path.is_relative_to(tmp_path)} == {tmp_path / "a.txt"}
+
+
+@pytest.mark.parametrize(
+    ("mode", "read"), [("r+", True), ("a+", True), ("rb+", True), ("w", False), ("a", False), ("w+", False)]
+)
+def test_files_that_are_opened_to_read_and_write_are_remembered(tmp_path: Path, mode: str, read: bool) -> None:
+    (tmp_path / "a.txt").write_text("a")
+    with track_files(allow_pickle=False) as tracker:
+        (tmp_path / "a.txt").open(mode).close()
+        (tmp_path / "new.txt").open("x+").close()
+    assert (tmp_path / "a.txt" in tracker.files) is read
+    assert tmp_path / "new.txt" not in tracker.files
+
+
+def test_arrays_that_are_mapped_and_archives_that_are_added_to_are_remembered(tmp_path: Path) -> None:
+    np.ones(2, np.float32).tofile(tmp_path / "array")
+    zipfile.ZipFile(tmp_path / "archive", "w").close()
+    with track_files(allow_pickle=False) as tracker:
+        np.memmap(tmp_path / "array", np.float32)  # by default it may be written to
+        zipfile.ZipFile(tmp_path / "archive", "a").close()
+    assert {tmp_path / "array", tmp_path / "archive"} <= tracker.files
 
 
 def test_folders_that_are_listed_are_remembered_but_not_for_imports(

@@ -67,7 +67,7 @@ class FileTracker:
         if os.getpid() != self.process:
             return
         if event in ("open", "sqlite3.connect") and isinstance(args[0], (str, bytes, os.PathLike)):
-            if event != "open" or not isinstance(args[1], str) or not set(args[1]) & set("wax+"):
+            if event != "open" or _is_read(args[2]):
                 self.add(args[0])
                 if event == "open" and not args[2] & os.O_CREAT:
                     self.note_missing(args[0])
@@ -166,6 +166,11 @@ def list_code() -> set[Path]:
     files = (read_held(module, "__file__") for name, module in list(sys.modules.items()) if name not in _MAIN)
     paths = {_find_user_path(file) for file in files if isinstance(file, str) and file.endswith((".py", ".so"))}
     return {path for path in paths if path is not None and path.is_file()}
+
+
+def _is_read(flags: int) -> bool:
+    """Tell whether a file that is opened with flags may be read, and not only what is written to it from now on."""
+    return flags & os.O_ACCMODE != os.O_WRONLY and not flags & (os.O_TRUNC | os.O_EXCL)
 
 
 def _find_user_path(path: Any) -> Path | None:
