@@ -83,6 +83,25 @@ def test_folders_that_are_listed_are_remembered_but_not_for_imports(
     assert Path(json.__file__).parent not in tracker.folders
 
 
+LIBRARY = """
+import importlib.metadata, os, pathlib
+def list_folder(folder):
+    names = os.listdir(folder / "a"), list(os.scandir(folder / "b")), list((folder / "c").iterdir())
+    return list(importlib.metadata.distributions(path=[str(folder / "d")]))
+"""
+
+
+def test_folders_that_a_library_lists_are_remembered_but_not_where_it_looks_for_packages(tmp_path: Path) -> None:
+    """A new folder between two others shifts the labels of a data set of images."""
+    for name in ("a", "b", "c", "d"):
+        (tmp_path / name).mkdir()
+    library: dict[str, Any] = {}
+    exec(compile(LIBRARY, f"{Path(np.__file__).parents[1]}/library.py", "exec"), library)
+    with track_files(allow_pickle=False) as tracker:
+        library["list_folder"](tmp_path)
+    assert {path for path in tracker.folders if path.is_relative_to(tmp_path)} == {tmp_path / name for name in "abc"}
+
+
 def test_environment_variables_that_are_asked_for_by_name_are_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CHOICE", "1")
     monkeypatch.setenv("UNREAD", "1")

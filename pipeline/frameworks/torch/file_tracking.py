@@ -71,9 +71,9 @@ class FileTracker:
                 self.add(args[0])
                 if event == "open" and not args[2] & os.O_CREAT:
                     self.note_missing(args[0])
-        elif event in ("os.listdir", "os.scandir") and not isinstance(args[0], int) and _find_user_frame():
+        elif event in ("os.listdir", "os.scandir") and not isinstance(args[0], int):
             folder = Path(os.fsdecode(args[0] or ".")).absolute()
-            if not f"{folder}/".startswith(_FOREIGN):
+            if not f"{folder}/".startswith(_FOREIGN) and _is_looked_into():
                 self.folders.add(folder)
         elif event == "pickle.find_class" and not self.allow_pickle and not _is_from_own_process():
             raise SourceError(
@@ -413,6 +413,17 @@ def _is_imported_by_user() -> bool:
     return frame is not None and not frame.f_code.co_filename.startswith((*_FOREIGN, *_OWN_CODE, "<"))
 
 
+def _is_looked_into() -> bool:
+    """Tell whether a folder is listed by the user's code or a library, and not to find code or by this package."""
+    frame: Any = sys._getframe(1)
+    while frame and (frame.f_code.co_filename == __file__ or _is_between(frame.f_code.co_filename)):
+        if frame.f_code.co_filename.startswith(_METADATA):
+            return False
+        frame = frame.f_back
+    file = frame.f_code.co_filename if frame else "<"
+    return not file.startswith((*_OWN_CODE, "<")) and not _FINDERS.intersection(Path(file).parts)
+
+
 def _is_from_own_process() -> bool:
     """Tell whether an unpickler reads what a process sent that the user's code began."""
     frame: Any = sys._getframe(1)
@@ -434,6 +445,9 @@ def _is_between(file: str) -> bool:
 
 _OWN, _STDLIB = str(Path(__file__).parents[2]), f"{sysconfig.get_path('stdlib')}{os.sep}"
 _MULTIPROCESSING = f"{_STDLIB}multiprocessing{os.sep}"
+_METADATA = (f"{_STDLIB}importlib{os.sep}metadata{os.sep}", f"{_STDLIB}pkgutil.py")
+_FINDERS = frozenset(("importlib_metadata", "pkg_resources"))
+"""Code that looks for modules and distributions in all folders that Python searches."""
 _SPAWNING = (_MULTIPROCESSING, f"{_STDLIB}subprocess.py")
 """Code that hands all environment variables to another program, without a look at them."""
 _NOTED = re.compile(r'File "([^"]+)", line (\d+)')
