@@ -82,7 +82,9 @@ OWN_FILES = ("__init__.py", "cli.py")
 
 ALL_VARIABLES = "*"
 """Stands for all environment variables, set or not, but the passing ones: for code that copies or goes through them."""
-USUAL_VARIABLES = frozenset(("HOME", "PATH", "PWD", "TMPDIR", "USER"))
+SCRATCH_VARIABLE = "TMPDIR"
+"""Leads to files that do not last, in another folder for each job: it never counts."""
+USUAL_VARIABLES = frozenset(("HOME", "PATH", "PWD", SCRATCH_VARIABLE, "USER"))
 """Variables that are others on each machine; files that they lead to are tracked by themselves."""
 _OF_SESSION = frozenset(
     (

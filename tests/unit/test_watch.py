@@ -9,6 +9,7 @@ import json
 import multiprocessing
 import os
 import pickle
+import shutil
 import sqlite3
 import subprocess
 import sys
@@ -115,6 +116,13 @@ def test_environment_variables_that_are_asked_for_by_name_are_remembered(monkeyp
         subprocess.run(["true"], env=os.environ, check=True)
     assert tracker.variables == {"CHOICE", "ABSENT", "LOOKED_FOR", "IN_BYTES"}
     assert (read, iterate) == (type(os.environ).__getitem__, type(os.environ).__iter__)
+
+
+def test_usual_variables_count_if_the_code_itself_asks_for_them_and_not_the_standard_library() -> None:
+    with track_files(allow_pickle=False) as tracker:
+        os.environ.get("USER"), os.getenv("PWD"), os.environb.get(b"HOME"), os.environ.get("TMPDIR")
+        shutil.which("python"), Path.home(), tempfile.gettempdir()
+    assert tracker.variables == {"USER", "PWD", "HOME"}
 
 
 def test_a_step_depends_on_what_is_read_for_the_first_time(tmp_path: Path) -> None:

@@ -6,6 +6,7 @@ own that can build nothing but tensors; it raises no such event and passes. Note
 that the user's own code asks for, and the paths that it asks for without opening them, or that are not there.
 """
 
+import _collections_abc
 import contextlib
 import functools
 import importlib
@@ -19,12 +20,20 @@ import sysconfig
 import tempfile
 import traceback
 import types
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from enginesmith.pipeline.errors import SourceError
-from enginesmith.pipeline.store.inputs import ALL_VARIABLES, OWN_FILES, OWN_FOLDERS, USUAL_VARIABLES, exists, is_passing
+from enginesmith.pipeline.store.inputs import (
+    ALL_VARIABLES,
+    OWN_FILES,
+    OWN_FOLDERS,
+    SCRATCH_VARIABLE,
+    USUAL_VARIABLES,
+    exists,
+    is_passing,
+)
 from enginesmith.pipeline.system import software
 
 PRELOADED = "enginesmith.pipeline.system.preload"
@@ -350,7 +359,9 @@ def _track_variables(tracker: FileTracker) -> Iterator[None]:
 
     def note(environment: Any, key: Any) -> Any:
         name = os.fsdecode(key) if isinstance(key, (str, bytes)) else ""
-        if name not in USUAL_VARIABLES and id(key) not in listed and _find_user_frame():
+        # The standard library asks for the usual ones to find files, which are tracked by themselves.
+        between = _is_of_environment if name in USUAL_VARIABLES else _is_between
+        if name != SCRATCH_VARIABLE and id(key) not in listed and _find_user_frame(between):
             tracker.variables.add(name)
         return read(environment, key)
 
@@ -395,10 +406,10 @@ def _track_existence(tracker: FileTracker) -> Iterator[None]:
             names.discard(stat_and_note)
 
 
-def _find_user_frame() -> Any:
+def _find_user_frame(is_between: Callable[[str], bool] | None = None) -> Any:
     """Find the user's code that calls the standard library, which calls this module; None if other code does."""
     frame: Any = sys._getframe(1)
-    while frame and _is_between(frame.f_code.co_filename):
+    while frame and (is_between or _is_between)(frame.f_code.co_filename):
         frame = frame.f_back
     name = frame.f_code.co_filename if frame else "<"
     return None if name.startswith((*_FOREIGN, *_OWN_CODE, "<")) else frame
@@ -430,6 +441,11 @@ def _is_from_own_process() -> bool:
     while frame and frame.f_code.co_filename == __file__:
         frame = frame.f_back
     return frame is not None and frame.f_code.co_filename.startswith(_MULTIPROCESSING)
+
+
+def _is_of_environment(file: str) -> bool:
+    """Tell whether a file is of the mapping ``os.environ``, or this one."""
+    return file in (__file__, os.__file__, _collections_abc.__file__, "<frozen os>", "<frozen _collections_abc>")
 
 
 def _is_between(file: str) -> bool:
