@@ -167,7 +167,7 @@ class StepCache:
         return None
 
     def make(self, work: Callable[[Path, Path | None], Done]) -> Artifact:
-        """Execute the step and publish its files; if a file that it read changed meanwhile, no lookup finds them.
+        """Execute the step and publish its files; if what it read is not known, no lookup finds them.
 
         ``work`` takes an empty folder, and for a resumable task that of its partial work.
 
@@ -185,11 +185,13 @@ class StepCache:
             effect = done.effect
             dependencies = self.store.dependencies(self._name)
             read = dependencies.record(effect.reads, effect.packages, begun_ns, effect.variables, effect.existence)
-            notes, key = effect.notes, self._key(read)
+            key, unknown = self._key(read), list(effect.unknown)
             if read.changed:
                 others = f" and {len(read.changed) - 1} others" if len(read.changed) > 1 else ""
-                notes = (*notes, f"{read.changed[0]}{others} changed while it ran: it is done again the next time")
+                unknown.append(f"{read.changed[0]}{others} changed while it ran")
+            if unknown:
                 key = json_digest([key, begun_ns])
+            notes = (*effect.notes, *(f"{reason}: it is done again the next time" for reason in unknown))
             entry = HistoryEntry(
                 step=step.name,
                 parameters=step.task.identity,

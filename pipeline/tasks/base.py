@@ -153,6 +153,7 @@ def execute(task: Task, inputs: Inputs, out: Path, progress: Progress, begun: Pa
             "packages": dict(installed.versions),
             "variables": asked.variables,
             "existence": {**dict.fromkeys(installed.absent, False), **asked.existence},
+            "unknown": asked.unknown,
         }
     )
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024

@@ -420,6 +420,18 @@ def test_scripts_and_what_an_installer_notes_are_no_part_of_a_package(
     assert software.identify("moved_away_package") is None
 
 
+def test_a_result_of_what_nobody_saw_is_not_found(tmp_path: Path) -> None:
+    def work(out: Path, _: Path | None) -> Done:
+        (out / "copy").write_text("made")
+        effect = Effect(file="copy", summary="copied", unknown=("a process read files",))
+        return Done(effect=effect, seconds=0, host_peak_bytes=None)
+
+    cache = StepCache(Step(StepRef("copy"), Copy()), {}, Store(tmp_path / "store"))
+    made = cache.make(work)
+    assert made.history[-1].notes == ("a process read files: it is done again the next time",)
+    assert cache.lookup() is None
+
+
 def test_a_result_that_was_cut_short_is_found_only_where_it_is_good_enough(tmp_path: Path) -> None:
     def work(out: Path, _: Path | None) -> Done:
         (out / "copy").write_text("part")

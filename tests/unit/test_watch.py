@@ -9,6 +9,7 @@ import json
 import multiprocessing
 import os
 import pickle
+import py_compile
 import shutil
 import sqlite3
 import subprocess
@@ -132,8 +133,8 @@ def test_a_step_depends_on_what_is_read_for_the_first_time(tmp_path: Path) -> No
             list(tmp_path.iterdir())
             os.environ.get(f"AGAIN_{again}")
             Path(tmp_path, f"again_{again}").exists()
-    assert watch_module.take_dependencies() == ((tmp_path,), ("AGAIN_False",), {tmp_path / "again_False": False})
-    assert watch_module.take_dependencies() == ((), (), {})
+    assert watch_module.take_dependencies() == ((tmp_path,), ("AGAIN_False",), {tmp_path / "again_False": False}, ())
+    assert watch_module.take_dependencies() == ((), (), {}, ())
 
 
 @pytest.mark.parametrize(
@@ -261,6 +262,58 @@ def test_a_process_that_the_users_code_forks_may_send_objects() -> None:
     """Refused in that process, the pool would begin one after the other; refused here, it would wait."""
     with track_files(allow_pickle=False), multiprocessing.get_context("fork").Pool(1) as pool:
         assert pool.apply_async(np.arange, (3,)).get(20).tolist() == [0, 1, 2]
+
+
+def read_in_another_process(folder: Path) -> str:
+    """Ask for all that counts, in a process of its own."""
+    list(folder.iterdir()), os.environ.get("OF_CHILD"), (folder / "absent").exists()
+    sys.path.insert(0, str(folder))
+    importlib.import_module("helper_of_child")
+    return (folder / "a.txt").read_text()
+
+
+def test_forked_processes_report_what_they_read(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_text("a")
+    (tmp_path / "helper_of_child.py").touch()
+    py_compile.compile(str(tmp_path / "helper_of_child.py"))
+    watch_module.take_dependencies()
+    with track_files(allow_pickle=False) as tracker, multiprocessing.get_context("fork").Pool(1) as pool:
+        assert pool.apply_async(read_in_another_process, (tmp_path,)).get(20) == "a"
+    assert {tmp_path / "a.txt", tmp_path / "helper_of_child.py"} <= tracker.files
+    asked = watch_module.take_dependencies()
+    assert (asked.folders, asked.variables, asked.unknown) == ((tmp_path,), ("OF_CHILD",), ())
+    assert asked.existence == {tmp_path / "absent": False}
+
+
+class Begun(multiprocessing.process.BaseProcess):
+    """A process that is begun in another way than a fork, or seems to."""
+
+    @staticmethod
+    def _Popen(process: object) -> SimpleNamespace:  # noqa: N802 - the name that multiprocessing asks for
+        return SimpleNamespace(method="spawn", sentinel=None, wait=lambda timeout: 0, poll=lambda: 0)
+
+
+def test_a_process_that_is_not_forked_leaves_a_note() -> None:
+    watch_module.take_dependencies()
+    start = multiprocessing.process.BaseProcess.start
+    with track_files(allow_pickle=False):
+        Begun().start()
+    assert watch_module.take_dependencies().unknown == (
+        "files that a process read which was begun by 'spawn' (not 'fork') are not known",
+    )
+    assert multiprocessing.process.BaseProcess.start is start
+
+
+def test_compiled_code_without_its_source_is_remembered(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "source.py").touch()
+    py_compile.compile(str(tmp_path / "source.py"), str(tmp_path / "code_alone.pyc"))
+    monkeypatch.syspath_prepend(tmp_path)
+    try:
+        with track_files(allow_pickle=False) as tracker:
+            importlib.import_module("code_alone")
+    finally:
+        sys.modules.pop("code_alone", None)
+    assert tmp_path / "code_alone.pyc" in tracker.files
 
 
 def test_own_code_and_what_its_installation_left_are_not_remembered() -> None:

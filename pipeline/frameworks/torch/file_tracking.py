@@ -12,6 +12,10 @@ import functools
 import importlib
 import importlib.machinery
 import importlib.metadata
+import importlib.util
+import io
+import json
+import multiprocessing.process
 import os
 import re
 import site
@@ -21,6 +25,7 @@ import tempfile
 import traceback
 import types
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -56,25 +61,63 @@ _FOREIGN = (
 """
 
 
-class FileTracker:
+@dataclass
+class Seen:
+    """What the user's code asked for."""
+
+    files: set[Path] = field(default_factory=set)
+    folders: set[Path] = field(default_factory=set)
+    """Folders whose content was listed."""
+    variables: set[str] = field(default_factory=set)
+    """Environment variables that were asked for; :data:`ALL_VARIABLES` where all of them were."""
+    existence: dict[Path, bool] = field(default_factory=dict)
+    """By path that was asked for, whether it was there the first time."""
+    imports: set[str] = field(default_factory=set)
+    """Top-level modules that the user's code asked for and Python did not have yet."""
+    unknown: set[str] = field(default_factory=set)
+    """Whatever may have been read unseen, in words."""
+
+    def include(self, other: "Seen") -> None:
+        """Include what was seen later."""
+        self.folders |= other.folders
+        self.variables |= other.variables
+        self.imports |= other.imports
+        self.unknown |= other.unknown
+        self.existence = {**other.existence, **self.existence}
+
+
+class FileTracker(Seen):
     """Collect the files read so far, and refuse pickles unless they are allowed."""
 
-    def __init__(self, allow_pickle: bool) -> None:
-        self.allow_pickle, self.process = allow_pickle, os.getpid()
-        self.files: set[Path] = set()
-        self.folders: set[Path] = set()
-        """Folders whose content was listed."""
-        self.variables: set[str] = set()
-        """Environment variables that were asked for; :data:`ALL_VARIABLES` where all of them were."""
-        self.existence: dict[Path, bool] = {}
-        """By path that was asked for, whether it was there the first time."""
-        self.imports: set[str] = set()
-        """Top-level modules that the user's code asked for and Python did not have yet."""
+    def __init__(self, allow_pickle: bool, reports: io.RawIOBase | None = None) -> None:
+        """Take ``reports``, an open file that forked processes inherit and tell in what they saw."""
+        super().__init__()
+        self.allow_pickle, self.process, self._reports = allow_pickle, os.getpid(), reports
+        self._reports_status = os.fstat(reports.fileno()) if reports else None
+
+    def note(self, kind: str, name: str, value: Any = None) -> None:
+        """Note something that was seen for the first time, and report it where this is a forked process."""
+        seen, key = getattr(self, kind), name if kind in ("variables", "imports", "unknown") else Path(name)
+        if key in seen:
+            return
+        if isinstance(seen, dict):
+            seen[key] = value
+        else:
+            seen.add(key)
+        if os.getpid() != self.process and self._reports and self._reports_status:
+            with contextlib.suppress(OSError):  # a process may have closed all that it inherited, and opened others
+                if os.path.samestat(os.fstat(self._reports.fileno()), self._reports_status):
+                    os.write(self._reports.fileno(), f"{json.dumps([kind, name, value])}\n".encode())
+
+    def collect_reports(self) -> None:
+        """Take what forked processes saw."""
+        if self._reports:
+            self._reports.seek(0)
+            for line in (self._reports.readall() or b"").splitlines():
+                self.note(*json.loads(line))
 
     def handle_event(self, event: str, args: tuple[Any, ...]) -> None:
         """Handle one audit event."""
-        if os.getpid() != self.process:
-            return
         if event in ("open", "sqlite3.connect") and isinstance(args[0], (str, bytes, os.PathLike)):
             if event != "open" or _is_read(args[2]):
                 self.add(args[0])
@@ -83,20 +126,20 @@ class FileTracker:
         elif event in ("os.listdir", "os.scandir") and not isinstance(args[0], int):
             folder = Path(os.fsdecode(args[0] or ".")).absolute()
             if not f"{folder}/".startswith(_FOREIGN) and _is_looked_into():
-                self.folders.add(folder)
-        elif event == "pickle.find_class" and not self.allow_pickle and not _is_from_own_process():
+                self.note("folders", str(folder))
+        elif event == "pickle.find_class" and not self.allow_pickle and self._is_of_user():
             raise SourceError(
                 f"loading the model unpickles {args[0]}.{args[1]}, and a pickle can run any code",
                 "store weights as safetensors or load them with weights_only=True; "
                 "or add --allow-pickle if you trust the file",
             )
         elif event == "import" and "." not in args[0] and _is_imported_by_user():
-            self.imports.add(args[0])
+            self.note("imports", args[0])
 
     def add(self, path: Any) -> None:
         """Add a file of the user's (not of Python, an installed package or the system)."""
         if file := _find_user_path(path):
-            self.files.add(file)
+            self.note("files", str(file))
 
     def note_missing(self, path: Any) -> None:
         """Note a path of the user's that is opened and is not there: a file may appear."""
@@ -109,7 +152,14 @@ class FileTracker:
         A file whose path ends in a separator is not found, and is there.
         """
         if (file := _find_user_path(path)) and file not in self.existence:
-            self.existence[file] = there or exists(file)
+            self.note("existence", str(file), there or exists(file))
+
+    def _is_of_user(self) -> bool:
+        """Tell whether an unpickler reads something else than what processes send that the user's code began.
+
+        Refused in such a process, a pool would begin one after the other.
+        """
+        return os.getpid() == self.process and not _is_from_own_process()
 
     def packages(self) -> dict[str, str]:
         """List packages imported beyond those that every worker has, with their versions and digests."""
@@ -188,7 +238,12 @@ def _find_user_path(path: Any) -> Path | None:
     if not text:
         return None
     # Thousands of modules come by here, most of them of packages: paths are taken apart only for what is left.
-    if text.startswith(_FOREIGN) or text.endswith(".pyc") or (text.endswith(".py") and text.startswith(_OWN_CODE)):
+    if text.startswith(_FOREIGN):
+        return None
+    if text.endswith(".pyc"):
+        with contextlib.suppress(ValueError):  # compiled code that stands for itself
+            text = importlib.util.source_from_cache(text)
+    if text.endswith((".py", ".pyc")) and text.startswith(_OWN_CODE):
         return None
     file = Path(text).absolute()
     ours = file.parent.suffix == ".egg-info" and file.is_relative_to(_ROOT)  # of an editable install
@@ -221,25 +276,26 @@ class Dependencies(NamedTuple):
     """Environment variables."""
     existence: dict[Path, bool]
     """By path, whether it was there."""
+    unknown: tuple[str, ...] = ()
+    """Whatever may have been read unseen, in words."""
 
 
-_listed, _asked, _existence = set[Path](), set[str](), dict[Path, bool]()
-"""Those of all blocks that ended."""
+_past = Seen()
+"""Seen in all blocks that ended."""
 _ended: list[FileTracker] = []
 """Trackers of those blocks, whose packages are listed when the step ends."""
 
 
 def take_dependencies() -> Dependencies:
     """Return what the user's code asked for since the last call."""
-    folders = tuple(sorted(folder for folder in _listed if folder.is_dir()))
-    all_asked = ALL_VARIABLES in _asked  # they include those by name, but for the passing ones
-    variables = [name for name in _asked if not all_asked or name == ALL_VARIABLES or is_passing(name)]
+    global _past
+    past, _past = _past, Seen()
+    folders = tuple(sorted(folder for folder in past.folders if folder.is_dir()))
+    all_asked = ALL_VARIABLES in past.variables  # they include those by name, but for the passing ones
+    variables = [name for name in past.variables if not all_asked or name == ALL_VARIABLES or is_passing(name)]
     # A path that came meanwhile was made by the step, and one that is gone again was temporary.
-    existence = {path: there for path, there in _existence.items() if exists(path) == there}
-    taken = Dependencies(folders, tuple(sorted(variables)), existence)
-    for noted in (_listed, _asked, _existence):
-        noted.clear()
-    return taken
+    existence = {path: there for path, there in past.existence.items() if exists(path) == there}
+    return Dependencies(folders, tuple(sorted(variables)), existence, tuple(sorted(past.unknown)))
 
 
 @contextlib.contextmanager
@@ -252,25 +308,33 @@ def track_files(allow_pickle: bool, *, again: bool = False) -> Iterator[FileTrac
     and keeps its size, and the old code would run under the new file's digest.
     """
     _install_hook()
-    tracker = FileTracker(allow_pickle)
-    _active.append(tracker)
+    with contextlib.ExitStack() as stack:
+        tracker = FileTracker(allow_pickle, stack.enter_context(tempfile.TemporaryFile(buffering=0)))
+        stack.enter_context(_finish(tracker, again=again))
+        _active.append(tracker)
+        for track in (_track_native_opens, _track_variables, _track_existence, _track_processes):
+            stack.enter_context(track(tracker))
+        yield tracker
+
+
+@contextlib.contextmanager
+def _finish(tracker: FileTracker, *, again: bool) -> Iterator[None]:
+    """Complete what a tracker saw when its block ends."""
     before, sys.dont_write_bytecode = sys.dont_write_bytecode, True
     try:
-        with _track_native_opens(tracker), _track_variables(tracker), _track_existence(tracker):
-            yield tracker
+        yield
     finally:
         sys.dont_write_bytecode = before
         _active.remove(tracker)
+        tracker.collect_reports()
         for module in list(sys.modules.values()):
-            if isinstance(file := read_held(module, "__file__"), str) and file.endswith((".py", ".so")):
+            if isinstance(file := read_held(module, "__file__"), str) and file.endswith((".py", ".pyc", ".so")):
                 tracker.add(file)
         tracker.files = {path for path in tracker.files if path.is_file()}
         # A file that was read tells by itself whether it is there.
         tracker.existence = {path: there for path, there in tracker.existence.items() if path not in tracker.files}
         if not again:
-            _listed.update(tracker.folders)
-            _asked.update(tracker.variables)
-            _existence.update({**tracker.existence, **_existence})
+            _past.include(tracker)
             _ended.append(tracker)
 
 
@@ -362,17 +426,34 @@ def _track_variables(tracker: FileTracker) -> Iterator[None]:
         # The standard library asks for the usual ones to find files, which are tracked by themselves.
         between = _is_of_environment if name in USUAL_VARIABLES else _is_between
         if name != SCRATCH_VARIABLE and id(key) not in listed and _find_user_frame(between):
-            tracker.variables.add(name)
+            tracker.note("variables", name)
         return read(environment, key)
 
     def list_names(environment: Any) -> Any:
         names = list(iterate(environment))
         if _find_user_frame():
-            tracker.variables.add(ALL_VARIABLES)
+            tracker.note("variables", ALL_VARIABLES)
             listed.update((id(name), name) for name in names)
         return iter(names)
 
     with swap(kind, __getitem__=note, __iter__=list_names):
+        yield
+
+
+@contextlib.contextmanager
+def _track_processes(tracker: FileTracker) -> Iterator[None]:
+    """Note processes that are begun and not forked, which report nothing."""
+    begin = multiprocessing.process.BaseProcess.start
+
+    def begin_and_note(process: Any) -> None:
+        begin(process)
+        method = getattr(process._popen, "method", "fork")
+        if method != "fork":
+            tracker.note(
+                "unknown", f"files that a process read which was begun by {method!r} (not 'fork') are not known"
+            )
+
+    with swap(multiprocessing.process.BaseProcess, start=begin_and_note):
         yield
 
 
