@@ -83,6 +83,8 @@ class Effect(BaseModel, frozen=True):
     """Environment variables that the user's code asked for."""
     existence: dict[Path, bool] = {}
     """By path that the user's code asked for and did not read, whether it was there."""
+    links: dict[Path, str | None] = {}
+    """By path that the user's code asked for without following it, where it led; None where nothing was."""
     unknown: tuple[str, ...] = ()
     """Whatever the result may depend on and nobody saw, in words: it is not taken from the store again."""
     incomplete: bool = False

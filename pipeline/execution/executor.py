@@ -184,7 +184,9 @@ class StepCache:
                 done = work(out, partial)
             effect = done.effect
             dependencies = self.store.dependencies(self._name)
-            read = dependencies.record(effect.reads, effect.packages, begun_ns, effect.variables, effect.existence)
+            read = dependencies.record(
+                effect.reads, effect.packages, begun_ns, effect.variables, effect.existence, effect.links
+            )
             key, unknown = self._key(read), list(effect.unknown)
             if read.changed:
                 others = f" and {len(read.changed) - 1} others" if len(read.changed) > 1 else ""

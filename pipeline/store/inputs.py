@@ -162,6 +162,8 @@ class _Candidate(BaseModel, frozen=True, extra="forbid"):
     """By folder that was read as a whole, the folders in it."""
     existence: dict[str, bool] = {}
     """By path that was asked for, whether it was there."""
+    links: dict[str, str | None] = {}
+    """By path that was asked for without following it, where it led, as :func:`read_link` tells."""
     packages: tuple[str, ...] = ()
     variables: tuple[str, ...] = ()
     """Names of environment variables, or :data:`ALL_VARIABLES`."""
@@ -207,6 +209,8 @@ class ReadRecord:
     """Names in the folders that were looked into."""
     existence: tuple[bool, ...] = ()
     """By path that was asked for, in their order, whether it is there."""
+    links: tuple[str | None, ...] = ()
+    """By path that was asked for without following it, in their order, where it leads."""
     changed: tuple[Path, ...] = ()
     """Files that were changed while the step ran: nobody knows which content it read."""
 
@@ -224,6 +228,7 @@ class ReadRecord:
             "variables": values,
             "listings": self.listings,
             "existence": self.existence,
+            "links": self.links,
         }
 
 
@@ -254,11 +259,12 @@ class InputDependencies:
         since_ns: int = sys.maxsize,
         variables: Collection[str] = (),
         existence: Mapping[Path, bool] | None = None,
+        links: Mapping[Path, str | None] | None = None,
     ) -> ReadRecord:
         """Record the paths that a step read since a time: files, and folders of which every file was.
 
         A file that is written again each time, with the content that it had, counts as unchanged. ``existence`` is that
-        of paths that the step asked for.
+        of paths that the step asked for, and ``links`` tells where paths led.
 
         Raises:
             StoreError: the store cannot be written, or a file is gone again.
@@ -274,6 +280,10 @@ class InputDependencies:
                 },
                 subfolders={to_portable_path(str(folder)): _subfolders(folder) for folder in sorted(whole)},
                 existence={to_portable_path(str(path)): there for path, there in sorted((existence or {}).items())},
+                links={
+                    to_portable_path(str(path)): _to_portable_value(target)
+                    for path, target in sorted((links or {}).items())
+                },
                 packages=tuple(sorted(packages)),
                 variables=tuple(sorted(variables)),
             )
@@ -314,6 +324,11 @@ class InputDependencies:
                 return None
             if any(exists(Path(from_portable_path(name))) != there for name, there in wanted.existence.items()):
                 return None
+            if any(
+                _to_portable_value(read_link(Path(from_portable_path(name)))) != target
+                for name, target in wanted.links.items()
+            ):
+                return None
             files = {key: describe_file(Path(from_portable_path(key)), record.states.get(key)) for key in wanted.files}
         except (OSError, LookupError, ValueError):
             return None
@@ -344,7 +359,8 @@ def _make_record(
     changed: tuple[Path, ...] = (),
 ) -> ReadRecord:
     variables, existence = _read_variables(candidate.variables), tuple(candidate.existence.values())
-    return ReadRecord(path, files, dict(packages), variables, candidate.listings, existence, changed)
+    links = tuple(candidate.links.values())
+    return ReadRecord(path, files, dict(packages), variables, candidate.listings, existence, links, changed)
 
 
 def _read_variables(names: Collection[str]) -> dict[str, str | None]:
@@ -360,6 +376,19 @@ def exists(path: Path) -> bool:
     except (OSError, ValueError):
         return False
     return True
+
+
+def read_link(path: Path) -> str | None:
+    """Read where a link leads; an empty text for what is no link, None where nothing is."""
+    try:
+        return str(path.readlink())
+    except (OSError, ValueError):
+        return "" if os.path.lexists(path) else None
+
+
+def holds_anchor(folder: Path) -> bool:
+    """Tell whether a folder is an anchor of portable paths, or above one."""
+    return any(Path(anchor).is_relative_to(folder) for anchor in _anchors(str(Path.cwd())).values())
 
 
 def _to_portable_value(value: str | None) -> str | None:

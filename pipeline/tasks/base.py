@@ -153,6 +153,7 @@ def execute(task: Task, inputs: Inputs, out: Path, progress: Progress, begun: Pa
             "packages": dict(installed.versions),
             "variables": asked.variables,
             "existence": {**dict.fromkeys(installed.absent, False), **asked.existence},
+            "links": asked.links,
             "unknown": asked.unknown,
         }
     )

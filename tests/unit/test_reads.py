@@ -117,6 +117,29 @@ def test_a_path_that_was_asked_for_and_appears_or_goes_is_a_change(
     assert now(reads) == before
 
 
+@pytest.mark.parametrize(("target", "other"), [("v2", "v3"), (None, "v3"), ("", None)])
+def test_a_link_that_leads_elsewhere_is_a_change(
+    reads: InputDependencies, tmp_path: Path, target: str | None, other: str | None
+) -> None:
+    link = tmp_path / "link"
+
+    def make(leads: str | None) -> None:
+        link.unlink(missing_ok=True)
+        if leads:
+            link.symlink_to(leads)
+        elif leads is not None:
+            link.touch()
+
+    make(target)
+    before = reads.record([], {}, links={link: target})
+    assert now(reads) == before
+    make(other)
+    assert now(reads) is None
+    assert reads.record([], {}, links={link: other}).identity != before.identity
+    make(target)
+    assert now(reads) == before
+
+
 def test_a_package_that_comes_before_a_file_of_its_name_is_a_change(reads: InputDependencies, tmp_path: Path) -> None:
     (tmp_path / "helper.py").touch()
     before = reads.record([tmp_path / "helper.py"], {})

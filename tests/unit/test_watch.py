@@ -133,8 +133,14 @@ def test_a_step_depends_on_what_is_read_for_the_first_time(tmp_path: Path) -> No
             list(tmp_path.iterdir())
             os.environ.get(f"AGAIN_{again}")
             Path(tmp_path, f"again_{again}").exists()
-    assert watch_module.take_dependencies() == ((tmp_path,), ("AGAIN_False",), {tmp_path / "again_False": False}, ())
-    assert watch_module.take_dependencies() == ((), (), {}, ())
+    assert watch_module.take_dependencies() == (
+        (tmp_path,),
+        ("AGAIN_False",),
+        {tmp_path / "again_False": False},
+        {},
+        (),
+    )
+    assert watch_module.take_dependencies() == ((), (), {}, {}, ())
 
 
 @pytest.mark.parametrize(
@@ -200,6 +206,41 @@ def test_paths_that_are_asked_for_are_remembered_with_whether_they_were_there(tm
     assert noted == {"folder": True, **dict.fromkeys(missing, False)}
     assert os.stat is stat
     assert not any(hasattr(able, "__wrapped__") for able in os.supports_dir_fd)
+
+
+def test_links_that_are_asked_for_are_remembered_with_where_they_lead(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("read", "resolved", "asked"):
+        (tmp_path / name).symlink_to("v2")
+    (tmp_path / "plain").touch()
+    monkeypatch.chdir(tmp_path)
+    watch_module.take_dependencies()
+    with track_files(allow_pickle=False):
+        assert str((tmp_path / "read").readlink()) == "v2"
+        assert (tmp_path / "resolved").resolve().name == "v2"
+        assert (tmp_path / "asked").is_symlink()
+        assert os.path.lexists("plain")
+        assert not os.path.islink("absent")  # noqa: PTH114
+    links = watch_module.take_dependencies().links
+    led = dict.fromkeys(("read", "resolved", "asked"), "v2")
+    assert {path.name: target for path, target in links.items()} == {**led, "v2": None, "plain": "", "absent": None}
+
+
+def test_files_are_seen_that_are_asked_for_in_an_open_folder(tmp_path: Path) -> None:
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "folder" / "a.txt").touch()
+    watch_module.take_dependencies()
+    with track_files(allow_pickle=False) as tracker:
+        opened = os.open(tmp_path / "folder", os.O_RDONLY)
+        os.listdir(opened)  # noqa: PTH208
+        os.close(os.open("a.txt", os.O_RDONLY, dir_fd=opened))
+        os.access("absent", os.R_OK, dir_fd=opened)
+        os.close(opened)
+    assert tmp_path / "folder" / "a.txt" in tracker.files
+    asked = watch_module.take_dependencies()
+    assert asked.folders == (tmp_path / "folder",)
+    assert asked.existence[tmp_path / "folder" / "absent"] is False
 
 
 def test_a_path_is_there_however_it_is_written(tmp_path: Path) -> None:

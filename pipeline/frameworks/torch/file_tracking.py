@@ -37,7 +37,9 @@ from enginesmith.pipeline.store.inputs import (
     SCRATCH_VARIABLE,
     USUAL_VARIABLES,
     exists,
+    holds_anchor,
     is_passing,
+    read_link,
 )
 from enginesmith.pipeline.system import software
 
@@ -61,7 +63,7 @@ _FOREIGN = (
 """
 
 
-@dataclass
+@dataclass(eq=False)
 class Seen:
     """What the user's code asked for."""
 
@@ -74,6 +76,8 @@ class Seen:
     """By path that was asked for, whether it was there the first time."""
     imports: set[str] = field(default_factory=set)
     """Top-level modules that the user's code asked for and Python did not have yet."""
+    links: dict[Path, str | None] = field(default_factory=dict)
+    """By path that was asked for without following it, where it leads, as :func:`read_link` tells."""
     unknown: set[str] = field(default_factory=set)
     """Whatever may have been read unseen, in words."""
 
@@ -84,6 +88,7 @@ class Seen:
         self.imports |= other.imports
         self.unknown |= other.unknown
         self.existence = {**other.existence, **self.existence}
+        self.links = {**other.links, **self.links}
 
 
 class FileTracker(Seen):
@@ -123,8 +128,9 @@ class FileTracker(Seen):
                 self.add(args[0])
                 if event == "open" and not args[2] & os.O_CREAT:
                     self.note_missing(args[0])
-        elif event in ("os.listdir", "os.scandir") and not isinstance(args[0], int):
-            folder = Path(os.fsdecode(args[0] or ".")).absolute()
+        elif event in ("os.listdir", "os.scandir"):
+            place = _find_below("", args[0]) if isinstance(args[0], int) else args[0]
+            folder = Path(os.fsdecode(place or ".")).absolute()
             if not f"{folder}/".startswith(_FOREIGN) and _is_looked_into():
                 self.note("folders", str(folder))
         elif event == "pickle.find_class" and not self.allow_pickle and self._is_of_user():
@@ -144,15 +150,25 @@ class FileTracker(Seen):
     def note_missing(self, path: Any) -> None:
         """Note a path of the user's that is opened and is not there: a file may appear."""
         if (file := _find_user_path(path)) and not exists(file):
-            self.note_asked(file, there=False)
+            self.note("existence", str(file), value=False)
 
-    def note_asked(self, path: Any, *, there: bool) -> None:
+    def note_asked(self, path: Any) -> None:
         """Note a path of the user's that is asked for, and whether it is there.
 
         A file whose path ends in a separator is not found, and is there.
         """
         if (file := _find_user_path(path)) and file not in self.existence:
-            self.note("existence", str(file), there or exists(file))
+            self.note("existence", str(file), exists(file))
+
+    def note_link(self, path: Any) -> None:
+        """Note a path of the user's that is asked for, and where it leads if it is a link.
+
+        Who resolves a path asks for all folders above, which are others on each machine.
+        """
+        if (file := _find_user_path(path)) and file not in self.links:
+            target = read_link(file)
+            if target != "" or not holds_anchor(file):
+                self.note("links", str(file), target)
 
     def _is_of_user(self) -> bool:
         """Tell whether an unpickler reads something else than what processes send that the user's code began.
@@ -235,7 +251,7 @@ def _is_read(flags: int) -> bool:
 def _find_user_path(path: Any) -> Path | None:
     """Make a path absolute; None where it is empty or not the user's."""
     text = os.fsdecode(path)
-    if not text:
+    if not text or "\0" in text:
         return None
     # Thousands of modules come by here, most of them of packages: paths are taken apart only for what is left.
     if text.startswith(_FOREIGN):
@@ -276,6 +292,8 @@ class Dependencies(NamedTuple):
     """Environment variables."""
     existence: dict[Path, bool]
     """By path, whether it was there."""
+    links: dict[Path, str | None]
+    """By path, where it led."""
     unknown: tuple[str, ...] = ()
     """Whatever may have been read unseen, in words."""
 
@@ -295,7 +313,8 @@ def take_dependencies() -> Dependencies:
     variables = [name for name in past.variables if not all_asked or name == ALL_VARIABLES or is_passing(name)]
     # A path that came meanwhile was made by the step, and one that is gone again was temporary.
     existence = {path: there for path, there in past.existence.items() if exists(path) == there}
-    return Dependencies(folders, tuple(sorted(variables)), existence, tuple(sorted(past.unknown)))
+    links = {path: target for path, target in past.links.items() if read_link(path) == target}
+    return Dependencies(folders, tuple(sorted(variables)), existence, links, tuple(sorted(past.unknown)))
 
 
 @contextlib.contextmanager
@@ -459,32 +478,48 @@ def _track_processes(tracker: FileTracker) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _track_existence(tracker: FileTracker) -> Iterator[None]:
-    """Note paths that the user's own code asks for, also by ``os.path`` and ``pathlib``, which call ``os.stat``."""
-    stat = os.stat
+    """Note paths that the user's own code asks for, also by ``os.path`` and ``pathlib``, which call these functions."""
 
-    @functools.wraps(stat)
-    def stat_and_note(path: Any, *args: Any, dir_fd: int | None = None, follow_symlinks: bool = True) -> Any:
-        of_name = isinstance(path, (str, bytes, os.PathLike)) and dir_fd is None and follow_symlinks
-        asked = of_name and _find_user_frame() is not None
-        try:
-            status = stat(path, *args, dir_fd=dir_fd, follow_symlinks=follow_symlinks)
-        except OSError:
-            if asked:
-                tracker.note_asked(path, there=False)
-            raise
-        if asked:
-            tracker.note_asked(path, there=True)
-        return status
+    def wrap(name: str, function: Any) -> Any:
+        @functools.wraps(function)
+        def ask_and_note(path: Any, *args: Any, **kwargs: Any) -> Any:
+            try:
+                return function(path, *args, **kwargs)
+            finally:
+                if isinstance(path, (str, bytes, os.PathLike)) and _find_user_frame() is not None:
+                    place = _find_below(path, kwargs.get("dir_fd"))
+                    if name == "open":
+                        if place is not path and _is_read(args[0] if args else kwargs["flags"]):
+                            tracker.add(place)  # the audit event does not tell the folder
+                    elif name in ("lstat", "readlink") or not kwargs.get("follow_symlinks", True):
+                        tracker.note_link(place)
+                    else:
+                        tracker.note_asked(place)
 
-    abilities = [names for names in (os.supports_dir_fd, os.supports_fd, os.supports_follow_symlinks) if stat in names]
-    for names in abilities:
-        names.add(stat_and_note)
+        return ask_and_note
+
+    own = {name: getattr(os, name) for name in ("stat", "lstat", "access", "readlink", "open")}
+    stand_ins = {name: wrap(name, function) for name, function in own.items()}
+    abilities = (os.supports_dir_fd, os.supports_fd, os.supports_follow_symlinks, os.supports_effective_ids)
+    added = [(able, stand_ins[name]) for able in abilities for name, function in own.items() if function in able]
+    for able, stand_in in added:
+        able.add(stand_in)
     try:
-        with swap(os, stat=stat_and_note):
+        with swap(os, **stand_ins):
             yield
     finally:
-        for names in abilities:
-            names.discard(stat_and_note)
+        for able, stand_in in added:
+            able.discard(stand_in)
+
+
+def _find_below(path: Any, folder: int | None) -> Any:
+    """Find the path of what lies in a folder that is open under a number; an empty text if that is not known."""
+    if folder is None:
+        return path
+    try:
+        return str(Path(f"/proc/self/fd/{folder}").readlink() / os.fsdecode(path))
+    except OSError:
+        return ""
 
 
 def _find_user_frame(is_between: Callable[[str], bool] | None = None) -> Any:
