@@ -1,6 +1,7 @@
 """Test what a user's code touches: files are remembered, pickles refused."""
 
 import contextlib
+import ctypes
 import importlib
 import importlib.metadata
 import importlib.util
@@ -31,6 +32,7 @@ from safetensors.torch import load_file, save_file
 from enginesmith.calibration.user_code import check_reference
 from enginesmith.pipeline.errors import DataError, SourceError, UsageError
 from enginesmith.pipeline.frameworks.torch import file_tracking as watch_module
+from enginesmith.pipeline.frameworks.torch import native_readers
 from enginesmith.pipeline.frameworks.torch.file_tracking import FileTracker, track_files
 from enginesmith.pipeline.recipe import make
 from enginesmith.pipeline.system import software
@@ -297,6 +299,55 @@ def test_files_are_seen_that_are_opened_from_c(tmp_path: Path) -> None:
         torch.from_file(str(tmp_path / "weights.bin"), size=2)
         sqlite3.connect(tmp_path / "table.db").execute("create table t(v)").close()
     assert {tmp_path / "weights.bin", tmp_path / "table.db"} <= tracker.files
+
+
+def test_files_are_seen_that_other_names_and_libraries_open_from_c(tmp_path: Path) -> None:
+    np.ones(2, np.float32).tofile(tmp_path / "weights.bin")
+    sqlite3.connect(tmp_path / "a table.db").execute("create table t(v)").close()
+    for name in ("a table.db-wal", "fast.so", "model.onnx"):
+        (tmp_path / name).touch()
+    from_file = torch.UntypedStorage.from_file
+    with track_files(allow_pickle=False) as tracker:
+        torch.UntypedStorage.from_file(str(tmp_path / "weights.bin"), False, 8)
+        sqlite3.connect(f"file:{tmp_path}/a%20table.db?mode=ro", uri=True).close()
+        with contextlib.suppress(OSError):
+            ctypes.CDLL(str(tmp_path / "fast.so"))
+    names = {"weights.bin", "a table.db", "a table.db-wal", "fast.so"}
+    assert {path.name for path in tracker.files if path.is_relative_to(tmp_path)} == names
+    assert torch.UntypedStorage.from_file == from_file
+
+
+OPTIONAL = """
+def read(path, mode): return f"{path} {mode}"
+class Reader:
+    def __init__(self, path): self.path = path
+    @staticmethod
+    def from_file(path): return path
+"""
+
+
+def test_optional_libraries_are_wrapped_once_they_are_imported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "optional_reader.py").write_text(OPTIONAL)
+    for name in ("read", "made", "from_file", "imported_before"):
+        (tmp_path / name).touch()
+    names = ("read", "Reader.__init__", "Reader.from_file", "not_in_this_version")
+    monkeypatch.setitem(native_readers._OPTIONAL_READERS, "optional_reader", names)
+    monkeypatch.syspath_prepend(tmp_path)
+    finders = list(sys.meta_path)
+    try:
+        with track_files(allow_pickle=False) as tracker:
+            library = importlib.import_module("optional_reader")
+            assert library.read(str(tmp_path / "read"), "r") == f"{tmp_path}/read r"
+            assert library.Reader(tmp_path / "made").path == tmp_path / "made"
+            assert library.Reader.from_file(path=os.fsencode(tmp_path / "from_file"))
+        assert {tmp_path / name for name in ("read", "made", "from_file")} <= tracker.files
+        assert not any(hasattr(held, "__wrapped__") for held in (library.read, library.Reader.__init__))
+        with track_files(allow_pickle=False) as tracker:
+            library.read(str(tmp_path / "imported_before"), "r")
+        assert tmp_path / "imported_before" in tracker.files
+    finally:
+        sys.modules.pop("optional_reader", None)
+    assert sys.meta_path == finders
 
 
 def test_a_process_that_the_users_code_forks_may_send_objects() -> None:

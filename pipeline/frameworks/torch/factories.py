@@ -23,7 +23,7 @@ from enginesmith.models import MODELS
 from enginesmith.pipeline.errors import MissingCapability, SourceError, broken_package, install_command
 from enginesmith.pipeline.frameworks.onnx import evaluator
 from enginesmith.pipeline.frameworks.source import TORCHSCRIPT_REMEDY, Source
-from enginesmith.pipeline.frameworks.torch import file_tracking, hugging_face, hugging_face_inputs
+from enginesmith.pipeline.frameworks.torch import file_tracking, hugging_face, hugging_face_inputs, native_readers
 from enginesmith.pipeline.frameworks.torch.attributes import UNKNOWN, Attributes, digest_attributes
 from enginesmith.pipeline.tensors import BATCH, TensorSpec, join_sum
 
@@ -118,7 +118,7 @@ def _file(source: Source) -> Built:
 
 def _execute(name: str, path: Path) -> Any:
     present = sys.modules.get(name)
-    if name in _LIBRARIES or (present and file_tracking.read_held(present, "__file__") != str(path)):
+    if name in _LIBRARIES or (present and native_readers.read_held(present, "__file__") != str(path)):
         raise SourceError(f"the file's name {path.name!r} hides the module {name!r}", "rename the file")
     spec = importlib.util.spec_from_file_location(name, path)
     assert spec is not None

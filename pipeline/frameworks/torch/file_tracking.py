@@ -9,7 +9,6 @@ that the user's own code asks for, and the paths that it asks for without openin
 import _collections_abc
 import contextlib
 import functools
-import importlib
 import importlib.machinery
 import importlib.metadata
 import importlib.util
@@ -24,12 +23,14 @@ import sysconfig
 import tempfile
 import traceback
 import types
+import urllib.parse
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from enginesmith.pipeline.errors import SourceError
+from enginesmith.pipeline.frameworks.torch.native_readers import read_held, track_native_opens
 from enginesmith.pipeline.store.inputs import (
     ALL_VARIABLES,
     OWN_FILES,
@@ -124,10 +125,16 @@ class FileTracker(Seen):
     def handle_event(self, event: str, args: tuple[Any, ...]) -> None:
         """Handle one audit event."""
         if event in ("open", "sqlite3.connect") and isinstance(args[0], (str, bytes, os.PathLike)):
-            if event != "open" or _is_read(args[2]):
+            if event != "open":
+                database = _find_database(os.fsdecode(args[0]))
+                self.add(database)
+                self.note_opened(f"{database}-wal")  # holds what was written last
+            elif _is_read(args[2]):
                 self.add(args[0])
-                if event == "open" and not args[2] & os.O_CREAT:
+                if not args[2] & os.O_CREAT:
                     self.note_missing(args[0])
+        elif event == "ctypes.dlopen" and isinstance(args[0], (str, bytes)):
+            self.add(args[0])
         elif event in ("os.listdir", "os.scandir"):
             place = _find_below("", args[0]) if isinstance(args[0], int) else args[0]
             folder = Path(os.fsdecode(place or ".")).absolute()
@@ -146,6 +153,11 @@ class FileTracker(Seen):
         """Add a file of the user's (not of Python, an installed package or the system)."""
         if file := _find_user_path(path):
             self.note("files", str(file))
+
+    def note_opened(self, path: Any) -> None:
+        """Note a path that is opened to read it."""
+        self.add(path)
+        self.note_missing(path)
 
     def note_missing(self, path: Any) -> None:
         """Note a path of the user's that is opened and is not there: a file may appear."""
@@ -243,6 +255,11 @@ def list_code() -> set[Path]:
     return {path for path in paths if path is not None and path.is_file()}
 
 
+def _find_database(name: str) -> str:
+    """Find the path of a database that may be named by a URI."""
+    return urllib.parse.unquote(urllib.parse.urlsplit(name).path) if name.startswith("file:") else name
+
+
 def _is_read(flags: int) -> bool:
     """Tell whether a file that is opened with flags may be read, and not only what is written to it from now on."""
     return flags & os.O_ACCMODE != os.O_WRONLY and not flags & (os.O_TRUNC | os.O_EXCL)
@@ -264,14 +281,6 @@ def _find_user_path(path: Any) -> Path | None:
     file = Path(text).absolute()
     ours = file.parent.suffix == ".egg-info" and file.is_relative_to(_ROOT)  # of an editable install
     return None if ours or f"{file}/".startswith(_FOREIGN) else file
-
-
-def read_held(module: object, name: str) -> Any:
-    """Read a name that a module holds, None without it: one that is imported when it is used is left alone."""
-    try:
-        return vars(module).get(name)
-    except TypeError:  # an object of any kind may stand in a module's place
-        return None
 
 
 def _is_installed(module: object) -> bool:
@@ -331,7 +340,8 @@ def track_files(allow_pickle: bool, *, again: bool = False) -> Iterator[FileTrac
         tracker = FileTracker(allow_pickle, stack.enter_context(tempfile.TemporaryFile(buffering=0)))
         stack.enter_context(_finish(tracker, again=again))
         _active.append(tracker)
-        for track in (_track_native_opens, _track_variables, _track_existence, _track_processes):
+        stack.enter_context(track_native_opens(tracker.note_opened))
+        for track in (_track_variables, _track_existence, _track_processes):
             stack.enter_context(track(tracker))
         yield tracker
 
@@ -381,30 +391,6 @@ def _install_hook() -> None:
     sys.addaudithook(hook)
 
 
-@contextlib.contextmanager
-def _track_native_opens(tracker: FileTracker) -> Iterator[None]:
-    """Wrap functions that open files from Rust or C++, for which there is no audit event."""
-
-    def wrap(opened: Any) -> Any:
-        @functools.wraps(opened, updated=())
-        def open_and_note(file: Any, *args: Any, **kwargs: Any) -> Any:
-            if isinstance(file, (str, os.PathLike)):
-                tracker.add(file)
-                tracker.note_missing(file)
-            return opened(file, *args, **kwargs)
-
-        return open_and_note
-
-    with contextlib.ExitStack() as stack:
-        for library, name in _NATIVE:
-            opened = getattr(importlib.import_module(library), name)
-            stand_in = wrap(opened)
-            for place in filter(None, list(sys.modules.values())):
-                if read_held(place, name) is opened:
-                    stack.enter_context(swap(place, **{name: stand_in}))
-        yield
-
-
 _PLAIN = (bool, int, float, complex, str, bytes, tuple, list, dict, set, frozenset)
 _MAIN = ("__main__", "__mp_main__")
 """The program that began this process: no model is made of it."""
@@ -427,9 +413,6 @@ def list_user_globals() -> dict[str, dict[str, Any]]:
 def _is_plain(name: str, value: Any) -> bool:
     of_numbers = type(value).__module__.partition(".")[0] in _WITH_NUMBERS and hasattr(value, "dtype")
     return not name.startswith("__") and (isinstance(value, _PLAIN) or of_numbers)
-
-
-_NATIVE = (("safetensors", "safe_open"), ("torch.jit", "load"), ("torch.export", "load"), ("torch", "from_file"))
 
 
 @contextlib.contextmanager

@@ -27,8 +27,9 @@ from enginesmith.pipeline.frameworks.source import SAVED, Source, rebase, resolv
 from enginesmith.pipeline.frameworks.torch import factories
 from enginesmith.pipeline.frameworks.torch.attributes import Attributes
 from enginesmith.pipeline.frameworks.torch.dims import same_answers
-from enginesmith.pipeline.frameworks.torch.file_tracking import read_held, swap, track_files
+from enginesmith.pipeline.frameworks.torch.file_tracking import swap, track_files
 from enginesmith.pipeline.frameworks.torch.module import LoadedModel, LoadOptions, NamedForward, extend
+from enginesmith.pipeline.frameworks.torch.native_readers import read_held
 from enginesmith.pipeline.frameworks.torch.processing import Extension
 from enginesmith.pipeline.frameworks.torch.surgery import Surgery, apply_surgery, named_tensors, put_module
 from enginesmith.pipeline.store.inputs import from_portable_path, to_portable_path
