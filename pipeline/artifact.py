@@ -85,6 +85,8 @@ class Effect(BaseModel, frozen=True):
     """By path that the user's code asked for and did not read, whether it was there."""
     links: dict[Path, str | None] = {}
     """By path that the user's code asked for without following it, where it led; None where nothing was."""
+    absent_modules: dict[Path, tuple[str, ...]] = {}
+    """By folder, modules that Python looked for there, and found elsewhere or not at all."""
     unknown: tuple[str, ...] = ()
     """Whatever the result may depend on and nobody saw, in words: it is not taken from the store again."""
     incomplete: bool = False

@@ -185,7 +185,13 @@ class StepCache:
             effect = done.effect
             dependencies = self.store.dependencies(self._name)
             read = dependencies.record(
-                effect.reads, effect.packages, begun_ns, effect.variables, effect.existence, effect.links
+                effect.reads,
+                effect.packages,
+                begun_ns,
+                effect.variables,
+                effect.existence,
+                effect.links,
+                effect.absent_modules,
             )
             key, unknown = self._key(read), list(effect.unknown)
             if read.changed:

@@ -8,6 +8,7 @@ of somebody else, or of long ago, can at worst lead to no entry.
 
 import contextlib
 import functools
+import importlib.machinery
 import json
 import os
 import sys
@@ -164,6 +165,8 @@ class _Candidate(BaseModel, frozen=True, extra="forbid"):
     """By path that was asked for, whether it was there."""
     links: dict[str, str | None] = {}
     """By path that was asked for without following it, where it led, as :func:`read_link` tells."""
+    absent_modules: dict[str, tuple[str, ...]] = {}
+    """By folder, modules that Python looked for there, and that are not there."""
     packages: tuple[str, ...] = ()
     variables: tuple[str, ...] = ()
     """Names of environment variables, or :data:`ALL_VARIABLES`."""
@@ -260,11 +263,13 @@ class InputDependencies:
         variables: Collection[str] = (),
         existence: Mapping[Path, bool] | None = None,
         links: Mapping[Path, str | None] | None = None,
+        absent_modules: Mapping[Path, tuple[str, ...]] | None = None,
     ) -> ReadRecord:
         """Record the paths that a step read since a time: files, and folders of which every file was.
 
         A file that is written again each time, with the content that it had, counts as unchanged. ``existence`` is that
-        of paths that the step asked for, and ``links`` tells where paths led.
+        of paths that the step asked for, ``links`` tells where paths led, and
+        ``absent_modules`` which modules Python looked for in a folder without success.
 
         Raises:
             StoreError: the store cannot be written, or a file is gone again.
@@ -283,6 +288,9 @@ class InputDependencies:
                 links={
                     to_portable_path(str(path)): _to_portable_value(target)
                     for path, target in sorted((links or {}).items())
+                },
+                absent_modules={
+                    to_portable_path(str(folder)): names for folder, names in sorted((absent_modules or {}).items())
                 },
                 packages=tuple(sorted(packages)),
                 variables=tuple(sorted(variables)),
@@ -323,6 +331,11 @@ class InputDependencies:
             if any(_subfolders(Path(from_portable_path(name))) != names for name, names in wanted.subfolders.items()):
                 return None
             if any(exists(Path(from_portable_path(name))) != there for name, there in wanted.existence.items()):
+                return None
+            if any(
+                list_modules(Path(from_portable_path(folder))).intersection(names)
+                for folder, names in wanted.absent_modules.items()
+            ):
                 return None
             if any(
                 _to_portable_value(read_link(Path(from_portable_path(name)))) != target
@@ -422,6 +435,16 @@ def _listing(folder: Path) -> tuple[str, ...]:
         elif os.path.isfile(f"{entry.path}/__init__.py"):  # noqa: PTH113
             names.append(f"{entry.name}/")
     return tuple(sorted(name for name in names if not name.endswith((".onnx", ".onnx.data"))))
+
+
+def list_modules(folder: Path) -> frozenset[str]:
+    """List the modules and packages that Python finds in a folder; none where there is no folder."""
+    try:
+        names = _listing(folder)
+    except (FileNotFoundError, NotADirectoryError):
+        return frozenset()
+    suffixes = ("/", *importlib.machinery.all_suffixes())
+    return frozenset(name.rstrip("/").partition(".")[0] for name in names if name.endswith(suffixes))
 
 
 def _subfolders(folder: Path) -> tuple[str, ...]:

@@ -151,10 +151,8 @@ def execute(task: Task, inputs: Inputs, out: Path, progress: Progress, begun: Pa
         update={
             "reads": (*effect.reads, *asked.folders, *installed.files, *late),
             "packages": dict(installed.versions),
-            "variables": asked.variables,
+            **{name: value for name, value in asked._asdict().items() if name != "folders"},
             "existence": {**dict.fromkeys(installed.absent, False), **asked.existence},
-            "links": asked.links,
-            "unknown": asked.unknown,
         }
     )
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024

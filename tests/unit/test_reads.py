@@ -140,6 +140,19 @@ def test_a_link_that_leads_elsewhere_is_a_change(
     assert now(reads) == before
 
 
+@pytest.mark.parametrize("new", ["helper.py", "helper/__init__.py", "helper.abi3.so"])
+def test_a_module_in_a_folder_that_python_searches_earlier_is_a_change(
+    reads: InputDependencies, tmp_path: Path, new: str
+) -> None:
+    before = reads.record([], {}, absent_modules={tmp_path / "first": ("helper",)})
+    assert now(reads) == before
+    (tmp_path / "first" / new).parent.mkdir(parents=True)
+    (tmp_path / "first" / "other.py").touch()
+    assert now(reads) == before
+    (tmp_path / "first" / new).touch()
+    assert now(reads) is None
+
+
 def test_a_package_that_comes_before_a_file_of_its_name_is_a_change(reads: InputDependencies, tmp_path: Path) -> None:
     (tmp_path / "helper.py").touch()
     before = reads.record([tmp_path / "helper.py"], {})

@@ -135,14 +135,10 @@ def test_a_step_depends_on_what_is_read_for_the_first_time(tmp_path: Path) -> No
             list(tmp_path.iterdir())
             os.environ.get(f"AGAIN_{again}")
             Path(tmp_path, f"again_{again}").exists()
-    assert watch_module.take_dependencies() == (
-        (tmp_path,),
-        ("AGAIN_False",),
-        {tmp_path / "again_False": False},
-        {},
-        (),
-    )
-    assert watch_module.take_dependencies() == ((), (), {}, {}, ())
+    asked = watch_module.take_dependencies()
+    assert (asked.folders, asked.variables) == ((tmp_path,), ("AGAIN_False",))
+    assert asked.existence == {tmp_path / "again_False": False}
+    assert not any(watch_module.take_dependencies())
 
 
 @pytest.mark.parametrize(
@@ -394,6 +390,26 @@ def test_a_process_that_is_not_forked_leaves_a_note() -> None:
         "files that a process read which was begun by 'spawn' (not 'fork') are not known",
     )
     assert multiprocessing.process.BaseProcess.start is start
+
+
+def test_folders_that_python_searches_before_it_finds_a_module_are_remembered(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("first", "second", "third"):
+        (tmp_path / name).mkdir()
+    (tmp_path / "second" / "found_in_second.py").touch()
+    monkeypatch.setattr(sys, "path", [*(str(tmp_path / name) for name in ("first", "second", "third")), *sys.path])
+    watch_module.take_dependencies()
+    try:
+        with track_files(allow_pickle=False):
+            importlib.import_module("found_in_second")
+            with contextlib.suppress(ImportError):
+                importlib.import_module("found_nowhere")
+    finally:
+        sys.modules.pop("found_in_second", None)
+    absent = watch_module.take_dependencies().absent_modules
+    assert absent[tmp_path / "first"] == ("found_in_second", "found_nowhere")
+    assert absent[tmp_path / "second"] == absent[tmp_path / "third"] == ("found_nowhere",)
 
 
 def test_compiled_code_without_its_source_is_remembered(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

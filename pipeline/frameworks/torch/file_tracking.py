@@ -27,6 +27,7 @@ import urllib.parse
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import ModuleType
 from typing import Any, NamedTuple
 
 from enginesmith.pipeline.errors import SourceError
@@ -40,6 +41,7 @@ from enginesmith.pipeline.store.inputs import (
     exists,
     holds_anchor,
     is_passing,
+    list_modules,
     read_link,
 )
 from enginesmith.pipeline.system import software
@@ -79,6 +81,8 @@ class Seen:
     """Top-level modules that the user's code asked for and Python did not have yet."""
     links: dict[Path, str | None] = field(default_factory=dict)
     """By path that was asked for without following it, where it leads, as :func:`read_link` tells."""
+    searched: dict[str, list[str]] = field(default_factory=dict)
+    """By name of a module, the user's folders that Python searches for it, in their order."""
     unknown: set[str] = field(default_factory=set)
     """Whatever may have been read unseen, in words."""
 
@@ -90,6 +94,7 @@ class Seen:
         self.unknown |= other.unknown
         self.existence = {**other.existence, **self.existence}
         self.links = {**other.links, **self.links}
+        self.searched = {**other.searched, **self.searched}
 
 
 class FileTracker(Seen):
@@ -103,7 +108,8 @@ class FileTracker(Seen):
 
     def note(self, kind: str, name: str, value: Any = None) -> None:
         """Note something that was seen for the first time, and report it where this is a forked process."""
-        seen, key = getattr(self, kind), name if kind in ("variables", "imports", "unknown") else Path(name)
+        names = kind in ("variables", "imports", "searched", "unknown")
+        seen, key = getattr(self, kind), name if names else Path(name)
         if key in seen:
             return
         if isinstance(seen, dict):
@@ -303,6 +309,8 @@ class Dependencies(NamedTuple):
     """By path, whether it was there."""
     links: dict[Path, str | None]
     """By path, where it led."""
+    absent_modules: dict[Path, tuple[str, ...]]
+    """By folder, modules that Python looked for there before it found them elsewhere, or not at all."""
     unknown: tuple[str, ...] = ()
     """Whatever may have been read unseen, in words."""
 
@@ -323,7 +331,20 @@ def take_dependencies() -> Dependencies:
     # A path that came meanwhile was made by the step, and one that is gone again was temporary.
     existence = {path: there for path, there in past.existence.items() if exists(path) == there}
     links = {path: target for path, target in past.links.items() if read_link(path) == target}
-    return Dependencies(folders, tuple(sorted(variables)), existence, links, tuple(sorted(past.unknown)))
+    absent = _find_absent_modules(past.searched)
+    return Dependencies(folders, tuple(sorted(variables)), existence, links, absent, tuple(sorted(past.unknown)))
+
+
+def _find_absent_modules(searched: Mapping[str, Sequence[str]]) -> dict[Path, tuple[str, ...]]:
+    present, absent = dict[str, frozenset[str]](), dict[Path, list[str]]()
+    for name, folders in sorted(searched.items()):
+        for folder in folders:
+            if folder not in present:
+                present[folder] = list_modules(Path(folder))
+            if name in present[folder]:
+                break
+            absent.setdefault(Path(folder), []).append(name)
+    return {folder: tuple(names) for folder, names in absent.items()}
 
 
 @contextlib.contextmanager
@@ -341,7 +362,7 @@ def track_files(allow_pickle: bool, *, again: bool = False) -> Iterator[FileTrac
         stack.enter_context(_finish(tracker, again=again))
         _active.append(tracker)
         stack.enter_context(track_native_opens(tracker.note_opened))
-        for track in (_track_variables, _track_existence, _track_processes):
+        for track in (_track_variables, _track_existence, _track_processes, _track_searches):
             stack.enter_context(track(tracker))
         yield tracker
 
@@ -457,6 +478,24 @@ def _track_processes(tracker: FileTracker) -> Iterator[None]:
 
     with swap(multiprocessing.process.BaseProcess, start=begin_and_note):
         yield
+
+
+@contextlib.contextmanager
+def _track_searches(tracker: FileTracker) -> Iterator[None]:
+    """Note which folders Python searches for modules: one of that name may appear in an earlier folder."""
+
+    class Finder(importlib.abc.MetaPathFinder):
+        def find_spec(self, name: str, path: Sequence[str] | None, target: ModuleType | None = None) -> None:
+            if path is None and name not in sys.builtin_module_names:
+                entries = [entry for entry in sys.path if not f"{entry}/".startswith(_FOREIGN)]
+                tracker.note("searched", name, [str(Path(entry).absolute()) for entry in entries])
+
+    finder = Finder()
+    sys.meta_path.insert(0, finder)
+    try:
+        yield
+    finally:
+        sys.meta_path.remove(finder)
 
 
 @contextlib.contextmanager
