@@ -3,7 +3,8 @@
 Python's audit events tell both (PEP 578): ``open`` for every file, ``os.listdir`` and ``os.scandir`` for folders,
 ``pickle.find_class`` before an unpickler may call anything. ``torch.load(weights_only=True)`` has an unpickler of its
 own that can build nothing but tensors; it raises no such event and passes. Noted are also the environment variables
-that the user's own code asks for, and the paths that it asks for without opening them, or that are not there.
+that the user's own code asks for, the paths that it asks for without opening them, or that are not there, and where
+links lead; and the folders that Python searches for modules. Forked processes report what they see.
 """
 
 import _collections_abc
