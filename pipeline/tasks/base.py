@@ -16,7 +16,7 @@ from typing import Any, ClassVar, Literal, TypeVar
 from pydantic import BaseModel, Field
 
 from enginesmith.pipeline.artifact import Artifact, Effect, Kind
-from enginesmith.pipeline.frameworks.torch.file_tracking import list_code, take_dependencies, take_packages
+from enginesmith.pipeline.frameworks.torch.file_tracking import list_code, take_dependencies
 from enginesmith.pipeline.passes.base import Progress
 from enginesmith.pipeline.system.device import Device
 from enginesmith.pipeline.tensors import Signature
@@ -139,20 +139,17 @@ def execute(task: Task, inputs: Inputs, out: Path, progress: Progress, begun: Pa
     """Run a task in this process, from where an earlier one left it in ``begun`` if there is one; measure the cost."""
     start = time.monotonic()
     take_dependencies()
-    take_packages()
     if begun is None:
         effect = task.run(inputs, out, progress)
     else:
         assert isinstance(task, ResumableTask)
         effect = task.go_on(inputs, out, begun, progress)
-    asked, installed = take_dependencies(), take_packages()
+    asked = take_dependencies()
     late = () if task.in_process else _list_late_code(inputs)
     effect = effect.model_copy(
         update={
-            "reads": (*effect.reads, *asked.folders, *installed.files, *late),
-            "packages": dict(installed.versions),
-            **{name: value for name, value in asked._asdict().items() if name != "folders"},
-            "existence": {**dict.fromkeys(installed.absent, False), **asked.existence},
+            "reads": (*effect.reads, *asked.folders, *asked.loose, *late),
+            **{name: value for name, value in asked._asdict().items() if name not in ("folders", "loose")},
         }
     )
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024

@@ -18,7 +18,7 @@ from enginesmith.pipeline.artifact import Effect, Kind, json_digest
 from enginesmith.pipeline.errors import StoreError
 from enginesmith.pipeline.execution.executor import StepCache
 from enginesmith.pipeline.frameworks.torch import file_tracking
-from enginesmith.pipeline.frameworks.torch.file_tracking import PRELOADED
+from enginesmith.pipeline.frameworks.torch.packages import PRELOADED
 from enginesmith.pipeline.passes.base import Progress
 from enginesmith.pipeline.planning.plan import Step, StepRef
 from enginesmith.pipeline.store import inputs

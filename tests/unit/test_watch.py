@@ -33,7 +33,8 @@ from enginesmith.calibration.user_code import check_reference
 from enginesmith.pipeline.errors import DataError, SourceError, UsageError
 from enginesmith.pipeline.frameworks.torch import file_tracking as watch_module
 from enginesmith.pipeline.frameworks.torch import native_readers
-from enginesmith.pipeline.frameworks.torch.file_tracking import FileTracker, track_files
+from enginesmith.pipeline.frameworks.torch.file_tracking import track_files
+from enginesmith.pipeline.frameworks.torch.packages import PRELOADED, list_packages
 from enginesmith.pipeline.recipe import make
 from enginesmith.pipeline.system import software
 
@@ -478,9 +479,9 @@ class Lazy(types.ModuleType):
 def test_modules_that_are_imported_when_they_are_used_are_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "lazy_part", Lazy("lazy_part"))
     monkeypatch.setitem(sys.modules, "no_module_at_all", object())  # type: ignore[arg-type]
-    with track_files(allow_pickle=False) as tracker:
+    with track_files(allow_pickle=False):
         pass
-    assert "lazy_part" not in tracker.packages()
+    assert "lazy_part" not in list_packages()[0]
     assert "lazy_part" not in watch_module.list_user_globals()
 
 
@@ -491,15 +492,15 @@ def test_packages_are_listed_with_versions_and_read_only_if_there_are_any(
     calls: list[str] = []
     monkeypatch.setattr(importlib.metadata, "packages_distributions", lambda: calls.append("") or read())
     preload = SimpleNamespace(COMMON=frozenset(name.partition(".")[0] for name in sys.modules) - {"numpy"})
-    monkeypatch.setitem(sys.modules, watch_module.PRELOADED, preload)
-    assert FileTracker(allow_pickle=False).packages() == software.identities(["numpy"])
+    monkeypatch.setitem(sys.modules, PRELOADED, preload)
+    assert list_packages()[0] == software.identities(["numpy"])
     assert len(calls) == 1
     preload.COMMON |= {"numpy"}
     (tmp_path / "own_code.py").write_text("x = 1\n")
     monkeypatch.syspath_prepend(tmp_path)
     try:
         importlib.import_module("own_code")
-        assert FileTracker(allow_pickle=False).packages() == {}
+        assert list_packages()[0] == {}
     finally:
         sys.modules.pop("own_code", None)
     assert len(calls) == 1, "a module beside the model is no package, and reading all distributions takes long"

@@ -11,7 +11,6 @@ import _collections_abc
 import contextlib
 import functools
 import importlib.machinery
-import importlib.metadata
 import importlib.util
 import io
 import json
@@ -23,9 +22,8 @@ import sys
 import sysconfig
 import tempfile
 import traceback
-import types
 import urllib.parse
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import ModuleType
@@ -33,6 +31,7 @@ from typing import Any, NamedTuple
 
 from enginesmith.pipeline.errors import SourceError
 from enginesmith.pipeline.frameworks.torch.native_readers import read_held, track_native_opens
+from enginesmith.pipeline.frameworks.torch.packages import INSTALLED, list_packages
 from enginesmith.pipeline.store.inputs import (
     ALL_VARIABLES,
     OWN_FILES,
@@ -45,17 +44,13 @@ from enginesmith.pipeline.store.inputs import (
     list_modules,
     read_link,
 )
-from enginesmith.pipeline.system import software
 
-PRELOADED = "enginesmith.pipeline.system.preload"
 _ROOT = Path(__file__).parents[3]
 _OWN_CODE = (*(f"{_ROOT / name}/" for name in OWN_FOLDERS), *(str(_ROOT / name) for name in OWN_FILES))
 
-_INSTALLED = frozenset(("site-packages", "dist-packages"))
-"""Names of the folders that pip installs distributions into."""
 _PACKAGES = {
     *(sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")),
-    *(path for path in sys.path if Path(path).name in _INSTALLED),  # of another environment
+    *(path for path in sys.path if Path(path).name in INSTALLED),  # of another environment
 }
 _FOREIGN = (
     *(f"{path}/" for path in (*sorted({*_PACKAGES, site.getusersitepackages()}), "/proc", "/sys")),
@@ -78,20 +73,20 @@ class Seen:
     """Environment variables that were asked for; :data:`ALL_VARIABLES` where all of them were."""
     existence: dict[Path, bool] = field(default_factory=dict)
     """By path that was asked for, whether it was there the first time."""
-    imports: set[str] = field(default_factory=set)
-    """Top-level modules that the user's code asked for and Python did not have yet."""
     links: dict[Path, str | None] = field(default_factory=dict)
     """By path that was asked for without following it, where it leads, as :func:`read_link` tells."""
     searched: dict[str, list[str]] = field(default_factory=dict)
     """By name of a module, the user's folders that Python searches for it, in their order."""
     unknown: set[str] = field(default_factory=set)
     """Whatever may have been read unseen, in words."""
+    complete: bool = False
+    """True once a block has ended, in which modules may have been imported."""
 
     def include(self, other: "Seen") -> None:
-        """Include what was seen later."""
+        """Include what was seen in a block that ended later."""
+        self.complete = True
         self.folders |= other.folders
         self.variables |= other.variables
-        self.imports |= other.imports
         self.unknown |= other.unknown
         self.existence = {**other.existence, **self.existence}
         self.links = {**other.links, **self.links}
@@ -109,7 +104,7 @@ class FileTracker(Seen):
 
     def note(self, kind: str, name: str, value: Any = None) -> None:
         """Note something that was seen for the first time, and report it where this is a forked process."""
-        names = kind in ("variables", "imports", "searched", "unknown")
+        names = kind in ("variables", "searched", "unknown")
         seen, key = getattr(self, kind), name if names else Path(name)
         if key in seen:
             return
@@ -153,8 +148,6 @@ class FileTracker(Seen):
                 "store weights as safetensors or load them with weights_only=True; "
                 "or add --allow-pickle if you trust the file",
             )
-        elif event == "import" and "." not in args[0] and _is_imported_by_user():
-            self.note("imports", args[0])
 
     def add(self, path: Any) -> None:
         """Add a file of the user's (not of Python, an installed package or the system)."""
@@ -196,64 +189,6 @@ class FileTracker(Seen):
         """
         return os.getpid() == self.process and not _is_from_own_process()
 
-    def packages(self) -> dict[str, str]:
-        """List packages imported beyond those that every worker has, with their versions and digests."""
-        return _list_packages()[0]
-
-
-def _list_packages() -> tuple[dict[str, str], set[Path]]:
-    """List packages imported beyond those that every worker has, and the files of modules that belong to none."""
-    common: frozenset[str] = getattr(sys.modules.get(PRELOADED), "COMMON", frozenset())
-    imported = {name for name in sys.modules if "." not in name} - common
-    modules = {name for name in imported if _is_installed(sys.modules[name])}
-    if not modules:  # as for most models: reading what each distribution holds takes half a second
-        return {}, set()
-    homes = dict(importlib.metadata.packages_distributions())
-    homes |= _find_homes({name for name in modules if name not in homes})
-    names = {name for module in modules for name in homes.get(module, ())}
-    loose = [held for name, held in sys.modules.items() if name.partition(".")[0] in modules - homes.keys()]
-    files = {Path(file) for held in loose if isinstance(file := read_held(held, "__file__"), str)}
-    packages = {name: identity for name in sorted(names) if (identity := software.identify(name))}
-    return packages, {file for file in files if file.is_file()}
-
-
-def _find_homes(modules: Collection[str]) -> dict[str, list[str]]:
-    """Find the distributions that hold the files of modules, as of extensions, which Python does not list as theirs."""
-    files = {name: Path(str(read_held(sys.modules[name], "__file__") or "")).name for name in modules}
-    homes: dict[str, list[str]] = {}
-    for distribution in importlib.metadata.distributions() if modules else ():
-        rows = (distribution.read_text("RECORD") or "").splitlines()
-        held = {row.partition(",")[0].partition("/")[0] for row in rows}
-        for name, file in files.items():
-            if {name, file} & held:
-                homes.setdefault(name, []).append(distribution.metadata["Name"])
-    return homes
-
-
-class Packages(NamedTuple):
-    """Installed code that the user's code depends on."""
-
-    versions: Mapping[str, str] = types.MappingProxyType({})
-    """By package, its version and digest."""
-    files: tuple[Path, ...] = ()
-    """Files of installed modules that belong to no package."""
-    absent: tuple[Path, ...] = ()
-    """Paths at which Python would find modules that the user's code tried to import, and which are not there."""
-
-
-def take_packages() -> Packages:
-    """Return the installed code that the user's code asked for since the last call."""
-    if not _ended:
-        return Packages()
-    missing = {name for tracker in _ended for name in tracker.imports if name not in sys.modules}
-    _ended.clear()
-    endings = ("", *importlib.machinery.all_suffixes())
-    folders = {Path(entry).absolute() for entry in sys.path if not entry.startswith(_STDLIB.removesuffix(os.sep))}
-    folders |= {Path(entry) for entry in sys.path if Path(entry).name in _INSTALLED}
-    paths = sorted(folder / f"{name}{ending}" for folder in folders for name in missing for ending in endings)
-    versions, files = _list_packages()
-    return Packages(versions, tuple(sorted(files)), tuple(path for path in paths if not exists(path)))
-
 
 def list_code() -> set[Path]:
     """List the files of the user's modules that are imported by now."""
@@ -290,12 +225,6 @@ def _find_user_path(path: Any) -> Path | None:
     return None if ours or f"{file}/".startswith(_FOREIGN) else file
 
 
-def _is_installed(module: object) -> bool:
-    """Tell whether a module is of an installed distribution; files of all others are tracked themselves."""
-    places = [read_held(module, "__file__"), *(read_held(module, "__path__") or ())]
-    return any(_INSTALLED.intersection(Path(place).parts) for place in places if place)
-
-
 _active: list[FileTracker] = []
 
 
@@ -312,14 +241,16 @@ class Dependencies(NamedTuple):
     """By path, where it led."""
     absent_modules: dict[Path, tuple[str, ...]]
     """By folder, modules that Python looked for there before it found them elsewhere, or not at all."""
+    packages: dict[str, str]
+    """Installed packages that were imported, with their versions and digests."""
+    loose: tuple[Path, ...]
+    """Files of installed modules that belong to no package."""
     unknown: tuple[str, ...] = ()
     """Whatever may have been read unseen, in words."""
 
 
 _past = Seen()
 """Seen in all blocks that ended."""
-_ended: list[FileTracker] = []
-"""Trackers of those blocks, whose packages are listed when the step ends."""
 
 
 def take_dependencies() -> Dependencies:
@@ -332,8 +263,17 @@ def take_dependencies() -> Dependencies:
     # A path that came meanwhile was made by the step, and one that is gone again was temporary.
     existence = {path: there for path, there in past.existence.items() if exists(path) == there}
     links = {path: target for path, target in past.links.items() if read_link(path) == target}
-    absent = _find_absent_modules(past.searched)
-    return Dependencies(folders, tuple(sorted(variables)), existence, links, absent, tuple(sorted(past.unknown)))
+    packages, loose = list_packages() if past.complete else ({}, set[Path]())
+    return Dependencies(
+        folders=folders,
+        variables=tuple(sorted(variables)),
+        existence=existence,
+        links=links,
+        absent_modules=_find_absent_modules(past.searched),
+        packages=packages,
+        loose=tuple(sorted(loose)),
+        unknown=tuple(sorted(past.unknown)),
+    )
 
 
 def _find_absent_modules(searched: Mapping[str, Sequence[str]]) -> dict[Path, tuple[str, ...]]:
@@ -386,7 +326,6 @@ def _finish(tracker: FileTracker, *, again: bool) -> Iterator[None]:
         tracker.existence = {path: there for path, there in tracker.existence.items() if path not in tracker.files}
         if not again:
             _past.include(tracker)
-            _ended.append(tracker)
 
 
 @contextlib.contextmanager
@@ -488,7 +427,10 @@ def _track_searches(tracker: FileTracker) -> Iterator[None]:
     class Finder(importlib.abc.MetaPathFinder):
         def find_spec(self, name: str, path: Sequence[str] | None, target: ModuleType | None = None) -> None:
             if path is None and name not in sys.builtin_module_names:
-                entries = [entry for entry in sys.path if not f"{entry}/".startswith(_FOREIGN)]
+                foreign = INSTALLED if _is_imported_by_user() else frozenset[str]()
+                entries = [
+                    entry for entry in sys.path if Path(entry).name in foreign or not f"{entry}/".startswith(_FOREIGN)
+                ]
                 tracker.note("searched", name, [str(Path(entry).absolute()) for entry in entries])
 
     finder = Finder()

@@ -31,6 +31,7 @@ from enginesmith.pipeline.frameworks.torch.dims import (
     suggest_dynamic_sizes,
 )
 from enginesmith.pipeline.frameworks.torch.file_tracking import track_files
+from enginesmith.pipeline.frameworks.torch.packages import list_packages
 from enginesmith.pipeline.frameworks.torch.processing import Extension, make_raw_example
 from enginesmith.pipeline.frameworks.torch.surgery import named_tensors
 from enginesmith.pipeline.tensors import Feeds, InputChoice, Signature, TensorSpec, check_feeds, read_sizes
@@ -201,7 +202,7 @@ def load(source: Source, options: LoadOptions, read_rows: RowReader | None = Non
     return dataclasses.replace(
         loaded,
         files=files,
-        packages=running.packages(),
+        packages=list_packages()[0],
         attributes=built.attributes,
         class_names=built.class_names,
     )

@@ -30,6 +30,7 @@ from enginesmith.pipeline.frameworks.torch.dims import same_answers
 from enginesmith.pipeline.frameworks.torch.file_tracking import swap, track_files
 from enginesmith.pipeline.frameworks.torch.module import LoadedModel, LoadOptions, NamedForward, extend
 from enginesmith.pipeline.frameworks.torch.native_readers import read_held
+from enginesmith.pipeline.frameworks.torch.packages import list_packages
 from enginesmith.pipeline.frameworks.torch.processing import Extension
 from enginesmith.pipeline.frameworks.torch.surgery import Surgery, apply_surgery, named_tensors, put_module
 from enginesmith.pipeline.store.inputs import from_portable_path, to_portable_path
@@ -391,7 +392,7 @@ def read_saved(folder: Path, options: LoadOptions, out: Path) -> LoadedModel:
         _write_example(loaded, out)
     own = {path for path in tracker.files if path.is_relative_to(out.absolute())}
     files = {*tracker.files - own, *(folder / name for name in (RECORD, _STATE, _EXAMPLE))}
-    return dataclasses.replace(loaded, files=tuple(sorted(files)), packages=tracker.packages())
+    return dataclasses.replace(loaded, files=tuple(sorted(files)), packages=list_packages()[0])
 
 
 def write_saved(artifact: Artifact, folder: Path, seen_from: Path) -> None:
