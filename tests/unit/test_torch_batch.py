@@ -1,6 +1,7 @@
 """A module's batch is found: the dimension along which samples are apart."""
 
 import itertools
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -140,11 +141,73 @@ def test_the_batch_of_many_states_is_found(load) -> None:
     "sample", [torch.ones(1, 4), torch.zeros(1, 4), torch.ones(1, 4).long(), torch.zeros(1, 4).bool()]
 )
 def test_a_sample_of_one_number_is_changed_too(sample: Tensor) -> None:
-    changed = dims._change(sample)
+    changed = dims._change(sample, sample)
     assert (changed.shape, changed.dtype) == (sample.shape, sample.dtype)
     assert not torch.equal(changed, sample)
     words = torch.arange(4)[None]
-    assert sorted(dims._change(words)[0].tolist()) == [0, 1, 2, 3]
+    assert sorted(dims._change(words, words)[0].tolist()) == [0, 1, 2, 3]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_another_sample_has_no_numbers_beyond_those_of_the_example(dtype: torch.dtype) -> None:
+    """Not even a sample of one number, which another one has to differ from."""
+    for seed in range(8):
+        example = (torch.rand(2, 16, 2, generator=torch.Generator().manual_seed(seed)) * 64).to(dtype)
+        changed = dims._change(example[:1], example)
+        assert example.min() <= changed.min() <= changed.max() <= example.max()
+        assert (changed != example[:1]).float().mean() > 0.9
+        one = dims._change(example[:1, 0, 0], example[:, 0, 0])
+        assert one.dtype == dtype
+        assert one != example[0, 0, 0]
+
+
+class Checking(nn.Module):
+    """Refuse points that lie outside an image, and what a test adds to that."""
+
+    def __init__(self, accepts: Callable[[Tensor], bool] = lambda points: True) -> None:
+        super().__init__()
+        self.body, self.accepts = nn.Linear(2, 8), accepts
+
+    def forward(self, points: Tensor) -> Tensor:
+        if not bool(((points >= 0) & (points <= 64)).all()) or not self.accepts(points):
+            raise ValueError("points must lie inside the image")
+        return self.body(points / 64)
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_a_module_that_checks_its_values_keeps_the_first_dimension_as_its_batch(load, seed: int) -> None:
+    torch.manual_seed(seed)
+    loaded = load(Checking(), {"points": torch.rand(2, 16, 2) * 64})
+    assert [spec.shape for spec in loaded.signature.inputs] == [("batch", 16, 2)]
+    assert not any("samples do not change" in note for note in loaded.notes)
+
+
+@pytest.mark.parametrize(("batch", "rising"), [(3, True), (1, False)], ids=["another sample", "other places"])
+def test_values_of_the_example_are_tried_where_a_module_refuses_others(batch: int, rising: bool) -> None:
+    """Time comes first here, so that the second dimension is the batch: only the example's pairs are in order."""
+
+    class InOrder(nn.Module):
+        def forward(self, pairs: Tensor) -> Tensor:
+            if not bool((pairs[..., 0] < pairs[..., 1]).all()) or (rising and bool((pairs.diff(dim=0) < 0).any())):
+                raise ValueError("the first number of a pair has to be less than the second")
+            return pairs.cumsum(0)
+
+    torch.manual_seed(0)
+    example = {"pairs": torch.rand(5, batch, 2).sort(-1).values.cumsum(0)}
+    (spec,), _ = dims.choose_specs(_tupled(InOrder()), example, 1)
+    assert spec.shape == (5, "batch", 2)
+
+
+def test_the_first_dimension_is_the_batch_where_all_other_values_are_refused() -> None:
+    """Nothing is known then; that points do not change each other's answers tells nothing of the first dimension."""
+    example = {"points": (torch.rand(1, 16, 2) * 64).sort(1).values}
+    module = Checking(lambda points: points.shape[1] < 3 or bool((points[:, 1:] >= points[:, :-1]).all()))
+    (spec,), note = dims.choose_specs(_tupled(module), example, 1)
+    assert (spec.shape, note) == (("batch", 16, 2), "")
+
+
+def _tupled(module: nn.Module) -> Callable[..., tuple[Tensor, ...]]:
+    return lambda *values: (module(*values),)
 
 
 class OneAtATime(nn.Module):

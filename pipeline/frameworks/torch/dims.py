@@ -58,8 +58,8 @@ def choose_specs(module: Forward, example: Mapping[str, Tensor], outputs: int) -
     """
     first = default_specs(example)
     batched = any(BATCH in spec.shape for spec in first)
-    if not first or (batched and _keeps_rows_apart(module, first, example, outputs, pairs=True)):
-        return first, ""
+    if not first or (batched and _keeps_rows_apart(module, first, example, outputs, pairs=True) is not False):
+        return first, ""  # also where nothing is known, as each other sample was refused
     most = max(value.ndim for value in example.values())
     deepest = {name for name, value in example.items() if value.ndim == most}
     if tabled := _set_tables_apart(module, first, example, outputs, deepest):
@@ -118,46 +118,99 @@ def _list_axes(example: Mapping[str, Tensor]) -> Iterator[tuple[int, ...]]:
 
 def _keeps_rows_apart(
     module: Forward, specs: Sequence[TensorSpec], example: Mapping[str, Tensor], outputs: int, *, pairs: bool = False
-) -> bool:
+) -> bool | None:
     """Tell whether two samples are answered together as each of them is alone, by every output.
 
     The answers are one after the other; with ``pairs``, there may be one for each pair of samples, as on a diagonal.
+    None if the module takes such sizes, and refuses the values of every other sample that was made up.
     """
     if not all(value.numel() for value in example.values()):
         return False
-    first, other, both = list[Tensor](), list[Tensor](), list[Tensor]()
-    for spec, value in zip(specs, example.values(), strict=True):
-        has, axis = BATCH in spec.shape, spec.batch_axis  # what has no batch is the same for all samples
-        first.append(value.narrow(axis, 0, 1) if has else value)
-        other.append(_change(first[-1]) if has else value)
-        both.append(torch.cat([first[-1], other[-1]], axis) if has else value)
-    with contextlib.suppress(Exception), torch.inference_mode():  # whatever it raises, it does not take such sizes
-        together, *alone = (module(*feeds) for feeds in (both, first, other))
-        for index, rows in enumerate(together):
-            single = alone[0][index].shape
-            grown = [dim for dim, (size, least) in enumerate(zip(rows.shape, single, strict=True)) if size != least]
-            if not 1 <= len(grown) <= 1 + pairs or any(rows.shape[dim] != 2 * single[dim] for dim in grown):
+    axes, values = _list_batch_axes(specs), [*example.values()]
+    first = _pick_row(values, axes, 0)
+    alone = _answer(module, first)
+    if alone is None:
+        return False
+    others = [
+        [value if axis is None else _change(row, value) for row, value, axis in zip(first, values, axes, strict=True)],
+        _pick_row(values, axes, 1),
+        [row if axis is None else _roll(row) for row, axis in zip(first, axes, strict=True)],
+    ]
+    for other in others:
+        if not all(map(torch.equal, first, other)) and (alone_too := _answer(module, other)) is not None:
+            together = _answer(module, _join_rows(first, other, axes))
+            return together is not None and _are_rows_alike(together, (alone, alone_too), outputs, pairs)
+    return None if _answer(module, _join_rows(first, first, axes)) else False
+
+
+def _list_batch_axes(specs: Iterable[TensorSpec]) -> list[int | None]:
+    """List the axis of each input's batch; None for what all samples share."""
+    return [spec.batch_axis if BATCH in spec.shape else None for spec in specs]
+
+
+def _pick_row(values: Sequence[Tensor], axes: Sequence[int | None], row: int) -> list[Tensor]:
+    """Pick one of the example's samples, or the first where there is only one."""
+    return [
+        value if axis is None else value.narrow(axis, min(row, value.shape[axis] - 1), 1)
+        for value, axis in zip(values, axes, strict=True)
+    ]
+
+
+def _join_rows(first: Sequence[Tensor], other: Sequence[Tensor], axes: Sequence[int | None]) -> list[Tensor]:
+    parts = zip(first, other, axes, strict=True)
+    return [one if axis is None else torch.cat([one, two], axis) for one, two, axis in parts]
+
+
+def _answer(module: Forward, feeds: Iterable[Tensor]) -> tuple[Tensor, ...] | None:
+    """Run the module; None where it refuses these sizes or values, whatever it raises."""
+    with contextlib.suppress(Exception), torch.inference_mode():
+        return module(*feeds)
+    return None
+
+
+def _are_rows_alike(
+    together: tuple[Tensor, ...], alone: Sequence[tuple[Tensor, ...]], outputs: int, pairs: bool
+) -> bool:
+    """Tell whether each of these answers has those of two samples alone, along one dimension or, for pairs, two."""
+    with contextlib.suppress(Exception):  # other numbers of outputs, or of their dimensions; dtypes without a distance
+        for rows, *single in zip(together, *alone, strict=True):
+            shape = single[0].shape
+            grown = [dim for dim, (size, least) in enumerate(zip(rows.shape, shape, strict=True)) if size != least]
+            if not 1 <= len(grown) <= 1 + pairs or any(rows.shape[dim] != 2 * shape[dim] for dim in grown):
                 return False
             apart = rows, rows
             for dim in grown:
-                apart = apart[0].narrow(dim, 0, single[dim]), apart[1].narrow(dim, single[dim], single[dim])
+                apart = apart[0].narrow(dim, 0, shape[dim]), apart[1].narrow(dim, shape[dim], shape[dim])
             comparable = not rows.is_floating_point() or bool(rows.isfinite().any())
-            if not (comparable and same_answers(apart, tuple(answers[index] for answers in alone))):
+            if not (comparable and same_answers(apart, tuple(single))):
                 return False
         return len(together) == outputs
     return False
 
 
-def _change(sample: Tensor) -> Tensor:
-    """Make another sample like this one: noise is added to numbers, and whole numbers change places, or by one."""
+def _change(sample: Tensor, given: Tensor) -> Tensor:
+    """Make another sample like this one: noise is added to numbers, and whole numbers change places, or by one.
+
+    Numbers are reflected where they leave the range of what was ``given``, unless that is a single number: a module may
+    check that points lie inside an image, say.
+    """
     if sample.is_floating_point():
-        spread = sample.float().std(correction=0)
+        spread = given.float().std(correction=0)  # NaN where there is any, or infinity
         noise = torch.randn(sample.shape, generator=torch.Generator().manual_seed(0))
-        return sample + (noise * torch.where(spread > 0, spread, 1.0)).to(sample.dtype)
-    rolled = sample.roll(1, max(range(sample.ndim), key=lambda dim: sample.shape[dim]))
+        changed = sample + (noise * torch.where(spread > 0, spread, 1.0)).to(sample.dtype)
+        if not spread > 0:
+            return changed
+        low, high = given.aminmax()
+        return (low + (high - (high - changed).abs() - low).abs()).clamp(low, high)
+    rolled = _roll(sample)
     if not torch.equal(rolled, sample):
         return rolled
     return ~sample if sample.dtype == torch.bool else torch.where(sample > 0, sample - 1, sample + 1)
+
+
+def _roll(sample: Tensor) -> Tensor:
+    """Move a sample's numbers by one place along its longest dimension."""
+    return sample.roll(1, max(range(sample.ndim), key=lambda dim: sample.shape[dim])) if sample.ndim else sample
 
 
 def resize_example(
@@ -313,28 +366,35 @@ def _answers_first_alone(
     module: Forward, specs: tuple[TensorSpec, ...], example: Mapping[str, Tensor], outputs: Mapping[str, Tensor]
 ) -> bool:
     """Tell whether another sample behind that of the example changes nothing: detectors of one image take ``x[0]``."""
-    feeds = [
-        torch.cat([value, _change(value)], spec.batch_axis) if BATCH in spec.shape else value
-        for spec, value in zip(specs, example.values(), strict=True)
-    ]
-    with contextlib.suppress(Exception), torch.inference_mode():
-        return same_answers(tuple(outputs.values()), module(*feeds))
+    axes, values = _list_batch_axes(specs), [*example.values()]
+    for other in _list_others(values):
+        answers = _answer(module, _join_rows(values, other, axes))
+        if answers is not None:
+            with contextlib.suppress(Exception):  # as with the rows of two samples
+                return same_answers(tuple(outputs.values()), answers)
+            return False
     return False
+
+
+def _list_others(values: Sequence[Tensor]) -> Iterator[list[Tensor]]:
+    """Make other examples like this one, the first by noise, and one of values that it has, which more modules take."""
+    yield [_change(value, value) if value.numel() else value for value in values]
+    rolled = [_roll(value) if value.numel() else value for value in values]
+    if not all(map(torch.equal, values, rolled)):
+        yield rolled
 
 
 def _list_chosen_by_values(
     module: Forward, example: Mapping[str, Tensor], outputs: Mapping[str, Tensor]
 ) -> list[tuple[str, int]]:
     """List the outputs' dimensions that have other sizes for other values of the inputs: boxes that are found, say."""
-    with contextlib.suppress(Exception), torch.inference_mode():  # whatever it raises, it does not take such values
-        others = module(*(_change(value) if value.numel() else value for value in example.values()))
-        return [
-            (name, axis)
-            for (name, value), other in zip(outputs.items(), others, strict=True)
-            for axis in range(value.ndim)
-            if value.ndim == other.ndim and value.shape[axis] != other.shape[axis]
-        ]
-    return []
+    answers = next(filter(None, (_answer(module, other) for other in _list_others([*example.values()]))), ())
+    return [
+        (name, axis)
+        for (name, value), other in zip(outputs.items(), answers if len(answers) == len(outputs) else (), strict=False)
+        for axis in range(value.ndim)
+        if value.ndim == other.ndim and value.shape[axis] != other.shape[axis]
+    ]
 
 
 def _try_other_size(answer: AnswerShapes, symbol: str, sizes: Mapping[str, int]) -> tuple[int, Shapes | None]:
