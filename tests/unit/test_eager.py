@@ -54,6 +54,10 @@ def build():
 """
 
 
+class LibraryError(Exception):
+    """A library's own class, which is none of Python's built-in ones."""
+
+
 def feeds(seed: int = 0) -> Feeds:
     rows = np.arange(3)
     return {"x": np.random.default_rng(seed).standard_normal((3, 4)).astype(np.float32), "rows": rows}
@@ -305,6 +309,7 @@ def test_checks_are_of_what_graphs_answer() -> None:
     ("error", "kind", "words"),
     [
         (RuntimeError("operation not permitted when stream is capturing"), ModelError, "not permitted when stream"),
+        (LibraryError("a branch on values"), ModelError, "LibraryError: a branch on values"),
         (torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB."), StepOutOfMemory, "2 GiB"),
     ],
 )
@@ -435,6 +440,25 @@ def test_a_module_that_raises_is_told_with_its_line_and_the_integers_that_it_got
     assert caught.value.message.startswith("the module raised IndexError: index 7 is out of bounds")
     assert caught.value.message.endswith("(eager_net.py:11)")
     assert caught.value.remedy.endswith("integers may be beyond what it takes (rows from 0 to 7)")
+
+
+@pytest.mark.parametrize("error", [LibraryError("numbers lie in 0 to 1"), KeyError("x"), MemoryError("2 GiB")])
+def test_a_module_may_raise_exceptions_of_any_class(error: Exception) -> None:
+    def refuse(*values: Any) -> Any:
+        raise error
+
+    session = EagerSession(refuse, SIGNATURE, CPU, None, lambda: None)
+    bound = session.bind(feeds())
+    with pytest.raises(StepOutOfMemory if isinstance(error, MemoryError) else ModelError) as caught:
+        session.enqueue(bound)
+    assert str(error) in caught.value.message
+    assert isinstance(error, MemoryError) or type(error).__name__ in caught.value.message
+    assert session.differentiate(feeds(), {"y": doubled()}) == {}
+    session.close()
+    with pytest.raises(UsageError):
+        session.enqueue(bound)
+    with pytest.raises(UsageError):
+        session.differentiate(feeds(), {"y": doubled()})
 
 
 _COMPILED = """RuntimeError when making fake tensor call

@@ -211,6 +211,25 @@ def test_code_of_this_package_is_not_taken_for_the_model(tmp_path: Path) -> None
         exported(tmp_path, model, exporter="torchscript")
 
 
+class RefusedError(Exception):
+    """A library's own class, which is none of Python's built-in ones."""
+
+
+@pytest.mark.parametrize("exporter", ["dynamo", "torchscript"])
+def test_a_module_may_raise_a_class_of_its_own_when_it_is_exported(tmp_path: Path, exporter: str) -> None:
+    class Refusing(torch.nn.Module):
+        def forward(self, x: Any) -> Any:
+            raise RefusedError("not while it is traced")
+
+    model = loaded(Refusing(), {"x": torch.randn(2, 4)}, {"x": ("batch", 4)}, ["y:float32:batch,4"])
+    with pytest.raises(ExportError, match="RefusedError: not while it is traced"):
+        exported(tmp_path, model, exporter=exporter)
+    with pytest.raises(ExportError, match="RefusedError: not while it is traced"):
+        export.capture_program(model)
+    assert agreement.find_fault(model, model.example, lambda arrays: [], {}) == ""
+    assert not agreement.runs(model, {"batch": 3})
+
+
 def test_remarks_for_those_who_develop_pytorch_are_left_out(tmp_path: Path) -> None:
     class Ordered(torch.nn.Module):
         def forward(self, x: Any) -> Any:

@@ -20,6 +20,7 @@ from enginesmith.pipeline.frameworks.torch.surgery import Attention, find_frozen
 from enginesmith.pipeline.passes.finetune import batches, evaluate
 from enginesmith.pipeline.passes.finetune.batches import Batch, DataParallel, split_data
 from enginesmith.pipeline.passes.finetune.loop import plan_time
+from enginesmith.pipeline.passes.finetune.losses import call_user_loss
 from enginesmith.pipeline.passes.finetune.options import RecoverOptions, TrainingPlan
 from enginesmith.pipeline.passes.finetune.trainer import (
     Models,
@@ -352,6 +353,23 @@ def test_statistics_of_single_values_stay() -> None:
     assert norm.running_var.tolist() == [7.0] * 3
     assert module.model.one[1].num_batches_tracked == 2
     assert not norm.training
+
+
+def test_a_loss_of_the_users_may_raise_any_class_and_memory_that_ran_out_stays_what_it_is() -> None:
+    class RefusedError(Exception):
+        """A library's own class, which is none of Python's built-in ones."""
+
+    def loss(error: Exception) -> None:
+        def function(*arguments: Any) -> Any:
+            raise error
+
+        module = NamedForward(nn.Linear(2, 2), ("x",), ())
+        call_user_loss("f.py:loss", function, module, module, Batch({"x": torch.ones(1, 2)}, None))
+
+    with pytest.raises(DataError, match=r"f.py:loss raised RefusedError: no"):
+        loss(RefusedError("no"))
+    with pytest.raises(MemoryError):
+        loss(MemoryError("2 GiB"))
 
 
 def test_a_verdict_is_by_the_metric_and_then_by_the_loss() -> None:

@@ -26,14 +26,12 @@ from enginesmith.pipeline.errors import EnginesmithError, ModelError
 from enginesmith.pipeline.frameworks.torch import file_tracking
 from enginesmith.pipeline.frameworks.torch.rounding import answer_perturbed, may_choose_rows
 from enginesmith.pipeline.system.device import Device
-from enginesmith.pipeline.system.oom import out_of_memory, says_out_of_memory
+from enginesmith.pipeline.system.oom import find_cause, out_of_memory, says_out_of_memory
 from enginesmith.pipeline.tensors import Array, Feeds, Signature
 
 Tensors = tuple[torch.Tensor, ...]
 Forward = Callable[..., Tensors]
 _Mode = type[torch.inference_mode] | type[torch.no_grad]
-_RAISED = (RuntimeError, ValueError, TypeError, IndexError, NotImplementedError)
-"""Exceptions that modules raise, besides others that are errors of ours."""
 _WITHIN_COMPILED = re.compile(r"got (\w+)\([\"'](.+)[\"']\)$", re.MULTILINE)
 """The exception that TorchDynamo met, in its message."""
 _OTHER_KEYS = "dispatch key set mismatch"
@@ -115,12 +113,14 @@ class EagerSession(Session):
         try:
             with self._inference_mode():
                 self._outputs = self.forward(*bound)
+        except EnginesmithError:
+            raise
         except AssertionError as error:
             if _OTHER_KEYS not in str(error) or self._inference_mode is torch.no_grad:
                 raise _translate_error(error) from error
             self._inference_mode = torch.no_grad
             self.enqueue(bound)
-        except _RAISED as error:
+        except Exception as error:  # libraries have classes of their own
             spans = self._describe_indices(bound) if "index" in str(error) else ""
             hint = f": integers may be beyond what it takes ({spans})" if spans else " to see where"
             raise _translate_error(error, remedy=f"run it alone with these inputs{hint}") from error
@@ -159,8 +159,10 @@ class EagerSession(Session):
                 if not parts or not floats:
                     return {}
                 gradients = torch.autograd.grad(sum(parts[1:], parts[0]), [*floats.values()], allow_unused=True)
-        except _RAISED:
-            return {}  # an operator without a gradient
+        except EnginesmithError:
+            raise
+        except Exception:  # noqa: BLE001 - an operator without a gradient, or what the module itself raises
+            return {}
         return {
             name: value.float().cpu().numpy()
             for name, value in zip(floats, gradients, strict=True)
@@ -286,8 +288,10 @@ class GraphedSession(EagerSession):
                     bound.outputs = self.forward(*bound.inputs)
                 finally:
                     graph.capture_end()
-        except _RAISED as error:
-            first = error.__context__ if isinstance(error.__context__, _RAISED) else error  # then the end fails too
+        except EnginesmithError:
+            raise
+        except Exception as error:
+            first = error.__context__ or error  # where the module raised, the end fails too
             message = "CUDA captured no graph of this module, which raised"
             raise _translate_error(first, message, "run it without CUDA graphs") from error
         bound.graph = graph
@@ -309,6 +313,8 @@ def _translate_error(
 ) -> EnginesmithError:
     if says_out_of_memory(str(error)):
         return out_of_memory(str(error))
+    if memory := find_cause(error):
+        return memory
     name, text = type(error).__name__, next(iter(str(error).strip().splitlines()), "no message")
     place = file_tracking.find_user_line(error)
     if within := _WITHIN_COMPILED.search(str(error)):

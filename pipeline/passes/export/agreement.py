@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 Fault = Literal["", "wrong", "fails"]
 Unordered = Mapping[str, Literal["rows", "positions"]]
 FAILURES = (RuntimeError, ValueError, LookupError, AssertionError, TypeError)
-"""What a module raises for feeds that are not for it, and a program for sizes that it was not captured for."""
+"""What a program raises for sizes that it was not captured for."""
 _THRESHOLDS = Thresholds(min_sqnr_db=60, max_error_of_range=1e-3)
 """Another path through the code, or a size that was kept by mistake, is off by far more."""
 _SHORT = 16
@@ -48,7 +48,7 @@ def find_fault(
     with torch.inference_mode():
         try:
             expected = _name_outputs(loaded, loaded.module(*feeds.values()))
-        except FAILURES:
+        except Exception:  # noqa: BLE001 - the module's own class, say: these feeds are not for it
             return ""
         try:
             values = answer(arrays)
@@ -146,7 +146,7 @@ def runs(loaded: "LoadedModel", sizes: Mapping[str, int]) -> bool:
     """Tell whether the module runs on the example at other sizes."""
     import torch
 
-    with contextlib.suppress(*FAILURES, AttributeError, ImportError), torch.inference_mode():
+    with contextlib.suppress(Exception), torch.inference_mode():  # whatever it raises, it does not take such sizes
         loaded.module(*loaded.resize(sizes).values())
         return True
     return False

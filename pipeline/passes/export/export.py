@@ -30,8 +30,8 @@ from enginesmith.pipeline.passes.export.failures import (
     REMEDY_PROGRAM,
     FixedDimension,
     advise_fixed,
-    explain_failure,
     explain_fixed_dimension,
+    explained_failures,
     name_root,
     write_inputs,
 )
@@ -304,20 +304,17 @@ def _translate(loaded: "LoadedModel", opset: int) -> "ONNXProgram":
 
     keep_registry()
     shapes = _list_dynamic_axes(loaded.signature)
-    try:
-        with torch.no_grad():
-            program = torch.onnx.export(
-                loaded.module,
-                _make_example(loaded),
-                dynamo=True,
-                opset_version=opset,
-                dynamic_shapes=(shapes,) if any(shapes) else None,
-                optimize=False,
-                custom_translation_table=list_translations(opset),
-                verbose=False,
-            )
-    except (torch.onnx.errors.OnnxExporterError, *FAILURES) as error:
-        raise explain_failure(error, loaded) from error
+    with explained_failures(loaded), torch.no_grad():
+        program = torch.onnx.export(
+            loaded.module,
+            _make_example(loaded),
+            dynamo=True,
+            opset_version=opset,
+            dynamic_shapes=(shapes,) if any(shapes) else None,
+            optimize=False,
+            custom_translation_table=list_translations(opset),
+            verbose=False,
+        )
     if program is None:
         raise ExportError("torch.onnx.export returned nothing")
     _check_inputs([value.shape or () for value in program.model.graph.inputs], loaded)
@@ -426,11 +423,8 @@ def capture_program(loaded: "LoadedModel") -> "ExportedProgram":
 
     shapes = tuple(dict.fromkeys(axes, torch.export.Dim.DYNAMIC) for axes in _list_dynamic_axes(loaded.signature))
     any_size = _config.patch(backed_size_oblivious=True)  # type: ignore[attr-defined]  # else sizes are 2 or more
-    try:
-        with torch.no_grad(), by_operators(), any_size:
-            program = torch.export.export(loaded.module, _make_example(loaded), dynamic_shapes=(shapes,), strict=False)
-    except FAILURES as error:
-        raise explain_failure(error, loaded, REMEDY_PROGRAM) from error
+    with explained_failures(loaded, REMEDY_PROGRAM), torch.no_grad(), by_operators(), any_size:
+        program = torch.export.export(loaded.module, _make_example(loaded), dynamic_shapes=(shapes,), strict=False)
     shapes_of = {node.name: node.meta["val"].shape for node in program.graph.nodes if node.op == "placeholder"}
     symbols: dict[str, str] = {}
     input_shapes = [
@@ -484,20 +478,17 @@ def _trace(loaded: "LoadedModel", out: Path, options: Export, progress: Progress
     progress("tracing with the TorchScript exporter")
     with tempfile.TemporaryDirectory(dir=out) as folder:
         path = Path(folder, edit.FILE)
-        try:
-            with torch.no_grad():
-                torch.onnx.export(
-                    loaded.module,
-                    _make_example(loaded),
-                    str(path),
-                    dynamo=False,
-                    opset_version=min(options.opset, _TORCHSCRIPT_NEWEST_OPSET),
-                    input_names=[spec.name for spec in inputs],
-                    output_names=[spec.name for spec in outputs],
-                    dynamic_axes=axes,
-                )
-        except (torch.onnx.errors.OnnxExporterError, *FAILURES) as error:
-            raise explain_failure(error, loaded) from error
+        with explained_failures(loaded), torch.no_grad():
+            torch.onnx.export(
+                loaded.module,
+                _make_example(loaded),
+                str(path),
+                dynamo=False,
+                opset_version=min(options.opset, _TORCHSCRIPT_NEWEST_OPSET),
+                input_names=[spec.name for spec in inputs],
+                output_names=[spec.name for spec in outputs],
+                dynamic_axes=axes,
+            )
         _check_trace(path, loaded)
         model = edit.load(path)
         ir.external_data.load_to_model(model)

@@ -1,5 +1,6 @@
 """Explain why a model cannot be exported, in one sentence: the operator, the line of the model's code, what to do."""
 
+import contextlib
 import itertools
 import re
 import traceback
@@ -7,7 +8,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from enginesmith.pipeline.errors import ExportError
+from enginesmith.pipeline.errors import EnginesmithError, ExportError
 from enginesmith.pipeline.passes.export.agreement import runs
 from enginesmith.pipeline.tensors import BATCH, is_sum, join_sum
 
@@ -16,7 +17,7 @@ if TYPE_CHECKING:
     from enginesmith.pipeline.tensors import TensorSpec
 
 FAILURES = (RuntimeError, ValueError, TypeError, AttributeError, LookupError, AssertionError, ImportError)
-"""Exceptions of the user's code and of exporters; running out of memory and interrupts are none of them."""
+"""Exceptions of the library that folds constants; running out of memory and interrupts are none of them."""
 REMEDY_PROGRAM = "the whole trace is in the step's log; engines that are made from ONNX have another exporter, too"
 _OPERATOR = (
     re.compile(r"OpOverload\(op='([\w.]+)'"),
@@ -66,6 +67,21 @@ class FixedDimension(ExportError):
 
     runs_elsewhere: bool | None = None
     """True if the module runs at other sizes, where another capture may hold; None where that was not tried."""
+
+
+@contextlib.contextmanager
+def explained_failures(loaded: "LoadedModel", remedy: str = REMEDY) -> Iterator[None]:
+    """Turn what exporters raise, or the user's code that they run, into one sentence; but for memory that ran out.
+
+    Raises:
+        ExportError: anything was raised, which libraries have classes of their own for.
+    """
+    try:
+        yield
+    except (EnginesmithError, MemoryError):
+        raise
+    except Exception as error:
+        raise explain_failure(error, loaded, remedy) from error
 
 
 def explain_failure(error: BaseException, loaded: "LoadedModel", remedy: str = REMEDY) -> ExportError:

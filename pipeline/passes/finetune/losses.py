@@ -351,7 +351,7 @@ def call_user_loss(
     values = {**batch.inputs, **({} if batch.labels is None else {"labels": batch.labels})}
     try:
         loss = function(student.model, teacher.model, values)
-    except (TypeError, ValueError, KeyError, AttributeError, IndexError, AssertionError, RuntimeError) as error:
+    except Exception as error:
         if ran_out(error):
             raise
         raise DataError(
