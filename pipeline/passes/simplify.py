@@ -314,9 +314,9 @@ def rewrite(model: "ir.Model") -> Rewritten:
     )(model)
     edit.merge_equal_constants(model)
     folded = fold_factors(model)
+    common.CommonSubexpressionEliminationPass()(model)
+    _remove_identities(model)
     ir.passes.Sequential(
-        common.CommonSubexpressionEliminationPass(),
-        common.IdentityEliminationPass(),
         common.RemoveUnusedNodesPass(),
         common.RemoveUnusedFunctionsPass(),  # type: ignore[no-untyped-call]
         common.RemoveUnusedOpsetsPass(),
@@ -327,6 +327,21 @@ def rewrite(model: "ir.Model") -> Rewritten:
         value.name, value.shape = name, shape  # inference may know more, callers rely on what was declared
     common.NameFixPass()(model)
     return Rewritten(pooled, folded)
+
+
+def _remove_identities(model: "ir.Model") -> None:
+    """Remove the Identity nodes, but for those through which a branch answers with a value of the graph around it.
+
+    What a branch answers with has to be made in it: without the node, onnx-ir's pass leaves a graph whose output is no
+    node's.
+    """
+    from onnx_ir.passes import common
+
+    elimination = common.IdentityEliminationPass()
+    for node in [node for graph in model.graphs() for node in graph if node.op_type == "Identity"]:
+        maker = node.inputs[0].producer() if node.inputs[0] is not None else None
+        if not (node.outputs[0].is_graph_output() and maker is not None and maker.graph is not node.graph):
+            elimination._try_eliminate_identity_node(node)
 
 
 def _restore_given_outputs(model: "ir.Model", given: "Sequence[ir.Value | None]") -> None:

@@ -349,6 +349,36 @@ def test_a_mask_that_is_made_of_lengths_is_compared_with_lengths(tmp_path: Path,
     assert "Identity" not in operators(model)
 
 
+def test_a_branch_may_answer_with_a_value_of_the_graph_around_it(tmp_path: Path) -> None:
+    """As exporters write ``squeeze(1)`` of a size that they do not know; other Identity nodes are removed."""
+    squeeze = [helper.make_node("Squeeze", ["a", "one"], ["s"]), helper.make_node("Identity", ["s"], ["t"])]
+    branches = {
+        "then_branch": helper.make_graph(squeeze, "then", [], [tensor("t", ["batch", 4])]),
+        "else_branch": helper.make_graph([helper.make_node("Identity", ["a"], ["e"])], "else", [], [tensor("e", None)]),
+    }
+    nodes = [
+        helper.make_node("Identity", ["x"], ["same"]),
+        helper.make_node("Relu", ["same"], ["a"]),
+        helper.make_node("Shape", ["a"], ["shape"]),
+        helper.make_node("Gather", ["shape", "one"], ["size"]),
+        helper.make_node("Equal", ["size", "one"], ["alone"]),
+        helper.make_node("If", ["alone"], ["result"], **branches),
+        helper.make_node("Reshape", ["result", "target"], ["y"]),
+    ]
+    numbers = {"one": [1], "target": [-1, 4]}
+    path = saved(tmp_path, nodes, [tensor("x", ["batch", "k", 4])], [tensor("y", ["rows", 4])], numbers)
+    model, notes = simplified(path)
+    assert notes == ()
+    assert "Identity" not in operators(model)
+    bodies = [attribute.g for node in model.graph.node if node.op_type == "If" for attribute in node.attribute]
+    assert sorted(node.op_type for body in bodies for node in body.node) == ["Identity", "Squeeze"]
+    for size in (1, 3):
+        values = {"x": np.random.default_rng(0).standard_normal((2, size, 4)).astype(np.float32)}
+        np.testing.assert_array_equal(
+            evaluator.run_graph(tmp_path / "out/model.onnx", values)[0], evaluator.run_graph(path, values)[0]
+        )
+
+
 def test_a_wrong_result_is_thrown_away(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def spoil(model: Any) -> simplify.Rewritten:
         model.graph.node(0).op_type = "Neg"
