@@ -38,10 +38,12 @@ _LAST_SEARCH = 0.9
 def mark_search(steps: Sequence[Step], variants: Sequence[Variant], first: Collection[StepRef]) -> list[Step]:
     """Mark the steps that end with the time in which variants are found.
 
-    The ``first`` ones, and those that lead to one lossless variant, do not: without them there is no result.
+    The ``first`` ones, and those that lead to one variant, a lossless one if there is any, do not: without them there
+    is no result.
     """
-    lossless = next((each for each in variants[1:] if each.engine.consumes == "onnx" and _is_lossless(each)), None)
-    ends = (lossless.artifact, *lossless.verified) if lossless else ()
+    from_graph = [each for each in variants[1:] if each.engine.consumes == "onnx" and not each.unavailable]
+    lasting = min(from_graph, key=lambda each: not _is_lossless(each), default=None)
+    ends = (lasting.artifact, *lasting.verified) if lasting else ()
     needed = {*first, *leading_to(steps, ends)}
     return [replace(step, search=step.id not in needed) for step in steps]
 

@@ -112,7 +112,9 @@ class _ActiveRun:
             variants = [*requested, *([self.plan.baseline] if named or not requested else [])]
             failures = map(self._why_lost, variants)
             first = next(failures)
-            if first and all(failures):
+            if first in LATE and all(failures):
+                self.over = first  # another run may go on with it
+            elif first and all(failures):
                 message, *more = first.splitlines()
                 remedies = (line for line in more if line.startswith(REMEDY_LINE))
                 self.over = "\n".join([f"no variant can win any more: {message}", *remedies])

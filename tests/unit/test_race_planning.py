@@ -120,6 +120,17 @@ def test_the_first_lossless_variant_has_more_time_than_the_others() -> None:
     assert {ends[name] for name in ("build-openvino-fp32", "calibrate", "build-onnxruntime-int8")} == {True}
 
 
+def test_the_first_variant_has_more_time_where_none_is_lossless() -> None:
+    """Of its search, that is the first trial alone: without one there is no variant."""
+    more = {"engines": ["onnxruntime", "openvino"], "precisions": ["int8"], "budgets": {"max_drop": 0.01}}
+    made = planned(data="digits", time_seconds=90, **more)
+    ends = {step.id: step.search for step in made.steps}
+    lasting = ("export", "simplify", "calibrate", "search-int8-onnxruntime-1", "verify-onnxruntime-int8")
+    assert {ends[name] for name in lasting} == {False}
+    others = ("search-int8-onnxruntime-2", "search-int8-openvino-1", "build-openvino-int8", "verify-openvino-int8")
+    assert {ends[name] for name in others} == {True}
+
+
 def test_engines_for_targets_are_built_beside_those_that_race_here() -> None:
     recipe = make({"model": "digits", "data": "digits", "budgets": {"max_drop": 0.01}, "targets": ["sm86"]})
     made = plan(resolve_recipe(recipe))
@@ -414,6 +425,14 @@ def test_latency_is_measured_although_no_time_is_left_to_judge(kind: str, status
         active.add({step.id: Outcome(step.id, **ended)})  # type: ignore[arg-type]
     assert bool(active.over) is bool(over)
     assert over in active.over
+
+
+def test_variants_that_no_time_was_left_to_make_may_be_tried_again() -> None:
+    """What is skipped for that has the time as its reason, too."""
+    active = begun("onnxruntime", "openvino", precisions=["int8"], budgets={"max_drop": 0.01})
+    active.add({step: Outcome(step, "done", artifact=GOOD) for step in ("load", "reference")})
+    active.add({"export": Outcome("export", "skipped", reason=NO_TIME)})
+    assert {*active.list_pointless().values()} == {active.over} == {NO_TIME}
 
 
 def test_inputs_are_tried_first_on_the_variant_that_wins_as_things_stand() -> None:
