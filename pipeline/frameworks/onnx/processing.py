@@ -23,7 +23,7 @@ def extend(model: "ir.Model", processing: Processing) -> None:
     opset = model.opset_imports.get("", 0)
     if opset < OLDEST_OPSET:
         raise UsageError(
-            f"--prepend and --append need a graph of opset {OLDEST_OPSET} or newer; this one has opset {opset} and cannot "
+            f"--prepend and --append need a graph of opset {OLDEST_OPSET} or newer; this has opset {opset}, and cannot "
             "be converted",
             f"export it again, of opset {OLDEST_OPSET} or newer",
         )
