@@ -1,5 +1,6 @@
 """OpenVINO on floats: what casts the graph, what stays in float32, and functions that it computes less exactly."""
 
+import itertools
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +10,7 @@ import pytest
 
 from enginesmith.pipeline.engines.openvino import session as sessions
 from enginesmith.pipeline.engines.openvino.engine import OpenVINO
-from enginesmith.pipeline.errors import ModelError
+from enginesmith.pipeline.errors import ModelError, UnsupportedGraph
 from enginesmith.pipeline.passes.float16.convert import lower, mark_kept
 from enginesmith.pipeline.passes.quantize.precision import Precision
 from enginesmith.pipeline.planning.planner import plan
@@ -231,3 +232,84 @@ def test_what_a_graph_itself_adds_to_a_norm_stays(tmp_path: Path) -> None:
     x = np.full((2, 4), 1e-4, np.float32)
     with OpenVINO().load(artifact, CPU) as session:
         np.testing.assert_allclose(session.run({"x": x})["y"], x / np.sqrt(4e-8 + epsilon), rtol=1e-5)
+
+
+SIGNALS = np.random.default_rng(0).standard_normal((3, 4, 6, 2)).astype(np.float32)
+TRANSFORMS = [
+    ("inverse = 0", 1, np.fft.fft),
+    ("inverse = 0", 2, np.fft.fft),
+    ("inverse = 1", 1, np.fft.ifft),
+    ("inverse = 1", 2, np.fft.ifft),
+    ("onesided = 1", 1, np.fft.rfft),
+    ("inverse = 1, onesided = 1", 2, np.fft.irfft),
+]
+
+
+@pytest.mark.parametrize("sizes", ["3, 4, 6", "b, l, m"])
+@pytest.mark.parametrize("opset", [17, 20])
+def test_a_fourier_transform_is_along_its_axis(tmp_path: Path, opset: int, sizes: str) -> None:
+    """OpenVINO takes axis 1 from opset 20 on, and answers one axis too many for one-sided transforms."""
+    lines, wanted, axes = [], dict[str, Any](), (0, 1, 2, -3, None)
+    for axis, (attributes, parts, function) in itertools.product(axes, TRANSFORMS):
+        listed, given = attributes, "" if axis is None else f", , a{axes.index(axis)}"
+        if opset < 20:
+            listed, given = listed + ("" if axis is None else f", axis = {axis}"), ""
+        lines.append(f"y{len(lines)} = DFT <{listed}> (x{parts}{given})")
+        along = {17: 1, 20: 2}[opset] if axis is None else axis % 4
+        values = SIGNALS[..., 0] + (1j * SIGNALS[..., 1] if parts == 2 else 0)
+        wanted[f"y{len(wanted)}"] = split_parts(function(values, axis=along))
+    ends = ", ".join(f"float[{', '.join(f'{name}_{at}' for at in range(4))}] {name}" for name in wanted)
+    head = f"net (float[{sizes}, 1] x1, float[{sizes}, 2] x2) => ({ends})"
+    constants = {f"a{at}": np.int64(axis) for at, axis in enumerate(axes) if axis is not None}
+    model = parse_graph(f"{head} {{ {' '.join(lines)} }}", opset, **constants)
+    artifact, _ = build(model, tmp_path)
+    with OpenVINO().load(artifact, CPU) as session:
+        found = session.run({"x1": SIGNALS[..., :1], "x2": SIGNALS})
+    for name, value in wanted.items():
+        np.testing.assert_allclose(found[name], value, atol=1e-5, err_msg=name)
+
+
+def split_parts(values: Any) -> Any:
+    """Put the parts of numbers on an axis behind the others, as DFT has them."""
+    return np.stack([values.real, values.imag], -1) if np.iscomplexobj(values) else values[..., None]
+
+
+@pytest.mark.parametrize("length", [4, 9])
+def test_a_fourier_transform_heeds_its_length(tmp_path: Path, length: int) -> None:
+    text = "net (float[b, l, m, 2] x) => (float[b, l, n, 2] y) { y = DFT (x, n, a) }"
+    model = parse_graph(text, 20, n=np.int64(length), a=np.int64(2))
+    artifact, _ = build(model, tmp_path)
+    with OpenVINO().load(artifact, CPU) as session:
+        found = session.run({"x": SIGNALS})["y"]
+    wanted = np.fft.fft(SIGNALS[..., 0] + 1j * SIGNALS[..., 1], length, axis=2)
+    np.testing.assert_allclose(found, split_parts(wanted), atol=1e-5)
+
+
+def test_graphs_are_read_whose_sizes_fit_the_axis_of_a_fourier_transform_alone(tmp_path: Path) -> None:
+    """A bank of filters follows the transform, also in a branch; nothing of it fits axis 1."""
+    text = """net (float[b, 4, 6] x, bool c) => (float[b, 4, 5] y) {
+        u = Unsqueeze(x, last)
+        d = DFT <onesided = 1> (u, , a)
+        q = Mul(d, d)
+        p = ReduceSum <keepdims = 0> (q, last)
+        y = If(c) <then_branch = yes () => (float[b, 4, 5] t) { t = MatMul(p, w) },
+                   else_branch = no () => (float[b, 4, 5] e) {
+                       v = DFT <onesided = 1> (u, , a)
+                       r = ReduceSum <keepdims = 0> (v, last)
+                       e = MatMul(r, w)
+                   }>
+    }"""
+    filters = np.random.default_rng(1).standard_normal((4, 5)).astype(np.float32)
+    artifact, _ = build(parse_graph(text, 20, a=np.int64(-2), last=np.int64([-1]), w=filters), tmp_path)
+    x = np.ascontiguousarray(SIGNALS[..., 0])
+    found = np.fft.rfft(x, axis=2)
+    with OpenVINO().load(artifact, CPU) as session:
+        for condition, wanted in ((True, abs(found) ** 2), (False, found.real + found.imag)):
+            answer = session.run({"x": x, "c": np.array(condition)})["y"]
+            np.testing.assert_allclose(answer, wanted @ filters, atol=1e-4)
+
+
+def test_a_computed_axis_of_a_fourier_transform_is_refused(tmp_path: Path) -> None:
+    text = "net (float[b, l, m, 2] x, int64 a) => (float[b, l, m, 2] y) { y = DFT (x, , a) }"
+    with pytest.raises(UnsupportedGraph, match=r"does not support what is in model\.onnx: .*DFT"):
+        build(parse_graph(text, 20), tmp_path)

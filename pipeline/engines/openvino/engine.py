@@ -154,7 +154,8 @@ class OpenVINO(Engine):
         """Write ``model.xml`` with its weights in ``model.bin``, and the record of how this processor runs it."""
         artifact, out = request.artifact, request.out
         self.require_runnable(request.device)
-        graph, source = session.read_graph(artifact.path), model_file.skeleton(artifact.path)
+        source = model_file.skeleton(artifact.path)
+        graph = session.read_graph(artifact.path, source)
         refuse_coupled(source)
         rewrites.restore_empty(graph, model_file.list_empty(source))
         wide = coverage.list_float32(source) if self.floats != "f32" else []

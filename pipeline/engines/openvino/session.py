@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import numpy as np
 
 from enginesmith.pipeline.engines.base import UNKNOWN_OPERATOR, Session, refuse_closed
-from enginesmith.pipeline.engines.openvino import rewrites
+from enginesmith.pipeline.engines.openvino import fourier, rewrites
 from enginesmith.pipeline.engines.telemetry import import_without_telemetry
 from enginesmith.pipeline.errors import EnginesmithError, InvalidGraph, ModelError, UnsupportedGraph
 from enginesmith.pipeline.system.device import Device
@@ -73,15 +73,19 @@ def compile_options(threads: int, hint: FloatType) -> dict[str, Any]:
     }
 
 
-def read_graph(path: Path) -> "openvino.Model":
-    """Read an ONNX graph, or a file of OpenVINO.
+def read_graph(path: Path, source: "onnx.ModelProto | None" = None) -> "openvino.Model":
+    """Read an ONNX graph, of which ``source`` is the skeleton, or a file of OpenVINO.
 
     Raises:
         InvalidGraph: it cannot be read.
         UnsupportedGraph: OpenVINO does not know an operator.
     """
+    registry = core()
+    if source is not None and fourier.has_transforms(source):
+        registry = load_openvino().Core()
+        fourier.translate_transforms(registry, source)
     try:
-        graph = core().read_model(path)
+        graph = registry.read_model(path)
     except (RuntimeError, MemoryError) as error:
         raise _load_error(error, path.name) from error
     rewrites.correct(graph)

@@ -216,3 +216,22 @@ def uncoupled_gates() -> Graphs:
         graph(f"{head} {{ y, h = LSTM<hidden_size=2, input_forget=1>(x, w, r) }}", 18, *weights),
         graph(f"{head} {{ y, h = LSTM<hidden_size=2>(x, w, r) }}", 18, *weights),
     )
+
+
+@known_bug(
+    "docs/precision.md",
+    "DFT is along axis 1 from opset 20 on, where the axis is an input: whichever is given, and the last by default",
+    "openvino",
+    "2026.4.1",
+    affected=">=2026.4",
+    probe=probes.differs(
+        probes.run_openvino, probes.evaluate, {"x": np.arange(24, dtype=np.float32).reshape(1, 3, 4, 2) % 5}
+    ),
+    guard="pipeline/engines/openvino/fourier.py",
+)
+def transform_along_another_axis() -> Graphs:
+    head = "(float[N,3,4,2] x) => (float[N,3,4,2] y)"
+    return Graphs(
+        graph(f"{head} <int64 a = {{2}}> {{ y = DFT(x, , a) }}", 20),
+        graph(f"{head} <int64 a = {{1}}> {{ y = DFT(x, , a) }}", 20),
+    )
