@@ -45,6 +45,8 @@ Kernels in float32 answer alike to about 120 dB, which is 1e-6 of the answers, a
 small errors, such as a mean square of errors of a tenth of the answers, changes by ten times as much.
 """
 _SHOWN_NAMES = 4
+_PADDING = "attention_mask"
+"""Input [samples, tokens] that is 0 for tokens that only fill up a text."""
 _FINITE = "remove those samples, or give a function with --metric file.py:function that leaves them out"
 
 
@@ -306,6 +308,22 @@ def _place_scores(outputs: Feeds, labels: Labels, chosen: str | None) -> Feeds:
         if {values, indices} <= results.keys() and its is not None and classes.are_greatest(*given, its, single=named):
             results[name] = classes.place_scores(*given, its)
             del results[other]
+    return results
+
+
+def leave_out_padding(metric: str | None, outputs: Feeds, inputs: Feeds) -> dict[str, Array]:
+    """Give padding -inf as its scores, [samples, tokens] or [samples, tokens, 2], if the metric chooses tokens by them.
+
+    Padding is what ``attention_mask`` has 0 for among the inputs of the same samples, [samples, tokens].
+    """
+    own, mask = find_own(parse_metric(metric)[0]) if metric else None, inputs.get(_PADDING)
+    if own is None or not own.chooses_tokens or mask is None:
+        return dict(outputs)
+    results = dict(outputs)
+    for name, array in outputs.items():
+        if array.dtype.kind == "f" and array.shape in {mask.shape, (*mask.shape, 2)}:
+            there = mask.reshape(*mask.shape, *(1,) * (array.ndim - mask.ndim)) != 0
+            results[name] = np.where(there, array, array.dtype.type(-np.inf))
     return results
 
 

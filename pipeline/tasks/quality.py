@@ -167,7 +167,7 @@ class Quality(EngineCheck):
             size = min(together, largest) if together else most
         for start in range(0, len(data), size):
             progress(f"{start} of {len(data)} samples")
-            parts.append(_answer_rows(session, data.batch(start, size), size, rows_vary=varies))
+            parts.append(_answer_rows(session, data.batch(start, size), size, self.metric))
         if varies:
             parts = _fill_up(parts)
         shapes = {name: {part[name].shape if name in part else None for part in parts} for name in parts[0]}
@@ -197,18 +197,18 @@ def _fill_up(parts: Sequence[Mapping[str, Array]]) -> list[dict[str, Array]]:
     return [{name: fill(name, value) for name, value in part.items() if name in most} for part in parts]
 
 
-def _answer_rows(session: Session, feeds: Feeds, size: int, *, rows_vary: bool) -> dict[str, Array]:
+def _answer_rows(session: Session, feeds: Feeds, size: int, metric: str | None) -> dict[str, Array]:
     """Run a batch of this size; return the outputs that have a row for each sample, with the samples first.
 
     All that a model of fixed batch 1 answers is one sample's, wherever its batch is: [time, 1, classes], say. So are
-    all rows that values choose, if the metric judges different numbers of them.
+    all rows that values choose, if the metric judges different numbers of them. Padding is no token that it may choose.
 
     Raises:
         DataError: none has.
     """
     signature = session.signature
     answers = rows_first(session.run(feeds), signature.outputs)
-    if rows_vary and size == 1 and batch_symbol(signature) is None:
+    if _rows_vary(metric) and size == 1 and batch_symbol(signature) is None:
         chosen = {
             spec.name for spec in signature.outputs if {*spec.shape[:1]} & ({*spec.symbols} - {*signature.symbols})
         }
@@ -226,7 +226,7 @@ def _answer_rows(session: Session, feeds: Feeds, size: int, *, rows_vary: bool) 
             "return the answers by sample, with the batch as a dimension (boxes of each image as [batch, boxes, 6]); "
             "or omit --metric and --max-drop: variants are then compared with eager alone",
         )
-    return rows
+    return quality.leave_out_padding(metric, rows, feeds)
 
 
 def _code_read(metric: str | None, files: Iterable[Path]) -> list[Path]:
@@ -262,7 +262,7 @@ def _take_judged_labels(data: Dataset) -> tuple[Labels | None, list[int]]:
 def _answer_few(metric: str, session: Session, data: Dataset) -> dict[str, Array]:
     """Answer the samples that a metric is tried on."""
     size = _TRIED if batch_symbol(session.signature) else fixed_batch(session.signature)
-    answers = _answer_rows(session, data.batch(0, size), size, rows_vary=_rows_vary(metric))
+    answers = _answer_rows(session, data.batch(0, size), size, metric)
     return {name: value[: min(_TRIED, len(data))] for name, value in answers.items()}
 
 

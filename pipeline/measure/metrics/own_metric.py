@@ -54,6 +54,8 @@ class OwnMetric(NamedTuple):
     """Says what is likely where a reference reaches no more than that."""
     rows_vary: bool = False
     """True where samples may have different numbers of rows: rows of zeros, which do not count, fill up the fewer."""
+    chooses_tokens: bool = False
+    """True where the best of a sample's tokens are the answer: what only fills up a text is none of them."""
 
     def compute(self, output: Array, labels: Array) -> Samples:
         """Compute the numbers of all samples, [samples], or their one number, []."""

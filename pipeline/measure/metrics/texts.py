@@ -351,6 +351,7 @@ METRICS: dict[str, OwnMetric] = {
         join=_join_spans,
         explain_join=_explain_ends,
         worst=0.0,
+        chooses_tokens=True,
     ),
     "answer_match": OwnMetric(
         partial(_judge_answers, score="exact_match"),
@@ -360,6 +361,7 @@ METRICS: dict[str, OwnMetric] = {
         join=_join_spans,
         explain_join=_explain_ends,
         worst=0.0,
+        chooses_tokens=True,
     ),
 }
 """Name → metric."""
