@@ -292,6 +292,12 @@ IDS, MASK = "input_ids:int64:batch,sequence", "attention_mask:int64:batch,sequen
         ),
         (["input_ids:int64:9,5", "attention_masks:int64:9,5"], [IDS, MASK]),
         (["input_ids:int64:9,5", "labels:int64:9"], [IDS, MASK]),
+        (
+            ["input_ids:int64:9,3,5", "attention_mask:int32:9,3,5", "token_type_ids:int64:9,3,5"],
+            [f"{name}:int64:batch,3,sequence" for name in ("input_ids", "attention_mask", "token_type_ids")],
+        ),
+        (["input_ids:int64:9", "attention_mask:int64:9"], ["input_ids:int64:batch", "attention_mask:int64:batch"]),
+        (["input_ids:int64:9,3,5", "attention_mask:int64:9,4,5"], [IDS, MASK]),  # with which the model does not run
     ],
 )
 def test_inputs_are_those_that_the_data_has_and_the_model_takes(arrays: list[str], chosen: list[str]) -> None:
@@ -400,6 +406,20 @@ def test_a_model_that_cannot_be_called_is_refused_with_its_parts() -> None:
     with pytest.raises(SourceError, match="Speaker has no forward") as error:
         hugging_face.check_callable(Speaker())
     assert "one of its parts (body, head) with its inputs" in error.value.remedy
+
+
+def test_a_model_that_chooses_a_text_reads_several_for_each_sample() -> None:
+    class TinyForMultipleChoice(Texts):
+        pass
+
+    made = hugging_face_inputs.make_example(TinyForMultipleChoice(**TEXT))
+    assert [str(spec) for _, spec in made.values()] == [
+        "input_ids:int64:batch,choices,sequence",
+        "attention_mask:int64:batch,choices,sequence",
+    ]
+    ids, mask = (values for values, _ in made.values())
+    assert ids.shape == mask.shape == (2, 3, 8)
+    assert all((ids[:, 0] != ids[:, at]).any() for at in (1, 2))
 
 
 def test_a_model_of_two_texts_has_the_example_of_the_one_that_it_reads() -> None:

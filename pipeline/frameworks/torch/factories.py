@@ -284,7 +284,7 @@ def choose_inputs(built: Built, arrays: Sequence[TensorSpec]) -> Built:
     """Choose the inputs of a Hugging Face model by the arrays that there are for them, and note what that changes."""
     inputs = hugging_face_inputs.choose_inputs(built.module, built.inputs, arrays)
     before, after = ({spec.name: spec for spec in specs} for specs in (built.inputs, inputs))
-    added = [f"{spec} is an input, as the data has it" for name, spec in after.items() if name not in before]
+    added = [f"{spec} is an input, as the data has it" for name, spec in after.items() if before.get(name) != spec]
     left_out = [name for name in before if name not in after]
     omitted = [f"{name} is left out, so that its default holds: the data does not have it" for name in left_out]
     remedy = f"give it what it needs: beside {', '.join(after)}, which the data has, it takes {', '.join(left_out)}"

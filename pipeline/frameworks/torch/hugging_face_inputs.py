@@ -19,6 +19,9 @@ Example = dict[str, tuple[Tensor, TensorSpec]]
 
 FACTORY = "a file.py with a factory that returns (module, example_inputs)"
 _ROWS, _SEQUENCE, _SAMPLES, _PIXELS, _CHANNELS = 2, 32, 16_000, 224, 3
+_CHOICES = 3
+_CHOOSES_TEXT = "ForMultipleChoice"
+"""End of the names of classes that read several texts for each sample, and choose one."""
 _VIDEO_RANK = 5
 _READS_TEXT_ITSELF = ("ForSequenceClassification", "ForQuestionAnswering")
 """Ends of the names of classes whose decoder, if there is one, reads the text that the encoder reads."""
@@ -70,6 +73,7 @@ def choose_inputs(module: nn.Module, inputs: Sequence[TensorSpec], arrays: Seque
     """Choose the inputs that there are arrays for, of those that the model takes and can do without.
 
     ``arrays`` have samples first. Where the model does not take one of them, which may be misspelled, ``inputs`` stay.
+    Arrays with more or fewer axes than an input are taken if the model runs with such.
     """
     parameters, takes = inspect.signature(module.forward).parameters, [*list_inputs(module)]
     given = {spec.name: spec for spec in arrays}
@@ -78,7 +82,28 @@ def choose_inputs(module: nn.Module, inputs: Sequence[TensorSpec], arrays: Seque
     main = _list_main_inputs(module)
     kept = [spec for spec in inputs if spec.name in given or spec.name in main or _is_required(parameters[spec.name])]
     known = {spec.name for spec in inputs}
-    return kept + [_describe_input(given[name], kept, given) for name in takes if name in given and name not in known]
+
+    def add_others(kept: list[TensorSpec]) -> list[TensorSpec]:
+        added = (name for name in takes if name in given and name not in known)
+        return kept + [_describe_input(given[name], kept, given) for name in added]
+
+    chosen, fitted = add_others(kept), add_others([_fit_axes(spec, given.get(spec.name, spec)) for spec in kept])
+    return fitted if fitted != chosen and _runs(module, _make_zeros(fitted, given)) else chosen
+
+
+def _fit_axes(spec: TensorSpec, array: TensorSpec) -> TensorSpec:
+    """Give an input as many axes as an array has: those at its end stay, and more before them have its sizes."""
+    more = len(array.shape) - len(spec.shape)
+    sizes = (*array.shape[1 : 1 + more], *spec.shape[1:]) if more > 0 else spec.shape[1 - more :]
+    return spec.model_copy(update={"shape": (BATCH, *sizes)})
+
+
+def _make_zeros(inputs: Sequence[TensorSpec], given: Mapping[str, TensorSpec]) -> dict[str, Tensor]:
+    """Make zeros in the sizes of the arrays given, for two samples, as far as there are arrays."""
+    arrays = ((spec, given[spec.name].shape[1:]) for spec in inputs if spec.name in given)
+    return {
+        spec.name: torch.zeros((_ROWS, *map(int, sizes)), dtype=getattr(torch, spec.dtype)) for spec, sizes in arrays
+    }
 
 
 def _describe_input(array: TensorSpec, inputs: Sequence[TensorSpec], given: Mapping[str, TensorSpec]) -> TensorSpec:
@@ -200,7 +225,8 @@ def _make_example(module: nn.Module) -> Example:
     wanted = required if in_text else required | (accepted.keys() & _list_towers(config))
     example: Example = {}
     if "input_ids" in wanted:
-        example |= _make_text(config)
+        text = _make_text(config)
+        example |= _repeat_text(text) if type(module).__name__.endswith(_CHOOSES_TEXT) else text
     if "pixel_values" in wanted:
         example |= _make_patches(config) if "spatial_shapes" in accepted else _make_pictures(config)
     for sound in wanted & {"input_values", "input_features"}:
@@ -239,6 +265,17 @@ def _make_text(config: Any) -> Example:
     boxes = _make_boxes(config, values.shape)
     dtype = str(boxes.dtype).removeprefix("torch.")
     return example | {"bbox": (boxes, TensorSpec(name="bbox", dtype=dtype, shape=(*spec.shape, 4)))}
+
+
+def _repeat_text(text: Example) -> Example:
+    """Make several texts of one, by turning it: [batch, choices, sequence]."""
+    return {
+        name: (
+            torch.stack([values.roll(at, 1) for at in range(_CHOICES)], 1),
+            spec.model_copy(update={"shape": (BATCH, "choices", *spec.shape[1:])}),
+        )
+        for name, (values, spec) in text.items()
+    }
 
 
 def _make_boxes(config: Any, shape: Sequence[int]) -> Tensor:
