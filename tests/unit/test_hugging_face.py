@@ -1,5 +1,7 @@
 """Hugging Face models: weights that no file holds, and example inputs. Folders: tests/integration/test_sources.py."""
 
+import itertools
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -9,7 +11,7 @@ from torch import Tensor, nn
 
 from enginesmith.pipeline.errors import SourceError
 from enginesmith.pipeline.frameworks.source import Source
-from enginesmith.pipeline.frameworks.torch import factories, hugging_face, hugging_face_inputs, module
+from enginesmith.pipeline.frameworks.torch import factories, hugging_face, hugging_face_inputs, module, saved
 from enginesmith.pipeline.frameworks.torch.module import LoadOptions, _infer_signature
 from enginesmith.pipeline.tensors import TensorSpec
 
@@ -541,3 +543,33 @@ def test_a_model_that_answers_at_random_is_told_which_fields_to_set_to_zero(
         _infer_signature(Source(form="hf", target="folder", text="hf:./folder"), LoadOptions(), built)
     own = "set what is random to 0.0 in its config.json: noise_scale, dropout; or"
     assert error.value.remedy.startswith(own if len(fields) > 1 else "take out what is random (sampling")
+
+
+def test_a_model_that_other_sizes_change_is_refused_with_the_sizes_to_fix(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    class Switching(Texts):
+        factor = 1
+
+        def forward(self, input_ids: Tensor) -> dict[str, Any]:  # type: ignore[override]
+            self.factor = 2 if input_ids.shape[1] < 6 else self.factor
+            return {"logits": self.factor * self.head(self.body(input_ids))}
+
+    class Other(Texts):
+        def forward(self, input_ids: Tensor) -> dict[str, Any]:  # type: ignore[override]
+            return {"logits": self.head(self.body(input_ids)) + self.noise}
+
+    def build(kind: type[Texts]) -> factories.Built:
+        built = kind(**TEXT)
+        built.noise = next(noises)
+        example = {"input_ids": torch.arange(16).reshape(2, 8) % 11}
+        return factories.Built(built.eval(), example, (TensorSpec.parse(IDS),), takes=("input_ids",))
+
+    source, options, noises = Source(form="hf", target="m", text="hf:m"), LoadOptions(), itertools.count()
+    for kind, reason in ((Switching, "changes itself when"), (Other, "builds another model each")):
+        monkeypatch.setattr(factories, "build", lambda source, kind=kind: build(kind))
+        loaded = module.load(source, options)
+        (folder := tmp_path / kind.__name__).mkdir()
+        with pytest.raises(SourceError, match=reason) as caught:
+            saved.save(loaded, source, options, folder)
+        assert caught.value.remedy.endswith("--input input_ids:int64:batch,8") == (kind is Switching)

@@ -34,7 +34,7 @@ from enginesmith.pipeline.frameworks.torch.packages import list_packages
 from enginesmith.pipeline.frameworks.torch.processing import Extension
 from enginesmith.pipeline.frameworks.torch.surgery import Surgery, apply_surgery, named_tensors, put_module
 from enginesmith.pipeline.store.inputs import from_portable_path, to_portable_path
-from enginesmith.pipeline.tensors import Array, Signature
+from enginesmith.pipeline.tensors import BATCH, Array, Signature
 
 _log = logging.getLogger(__name__)
 
@@ -202,10 +202,32 @@ def _build_again(loaded: LoadedModel, state: Path, record: _Record) -> _Record:
             f"{record.model} cannot be built a second time in one process: {reason}",
             "move what may happen only once, such as registering a name, into a module that the file imports",
         ) from failure
+    if _changes_itself(built, loaded, record):
+        raise SourceError(
+            f"{record.model} changes itself when it is called with other sizes, and then answers otherwise",
+            f"fix its sizes, to those of this example or others: {_fix_sizes(loaded)}",
+        )
     raise SourceError(
         f"{record.model} builds another model each time it is called",
         "keep what it computes in parameters or buffers (register_buffer), or seed it within the factory",
     )
+
+
+def _changes_itself(built: factories.Built, loaded: LoadedModel, record: _Record) -> bool:
+    """Tell whether a rebuilt module answers as the loaded one once it was tried with the sizes that that was."""
+    if resolve(record.model).form != "hf" or record.options.inputs:
+        return False
+    factories.fix_lengths(built)
+    return same_answers(loaded.answers, _answer(built.module, loaded, record))
+
+
+def _fix_sizes(loaded: LoadedModel) -> str:
+    """Write the options that fix all sizes but the batch to those of the example."""
+    specs = []
+    for spec in loaded.signature.inputs:
+        sizes = zip(spec.shape, loaded.example[spec.name].shape, strict=True)
+        specs.append(spec.model_copy(update={"shape": tuple(dim if dim == BATCH else size for dim, size in sizes)}))
+    return " ".join(f"--input {spec}" for spec in specs)
 
 
 def _write(tensors: dict[str, Tensor], path: Path) -> None:
