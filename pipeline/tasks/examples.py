@@ -322,7 +322,12 @@ class Baseline(NamedTuple):
             batches = f"; if the model takes {other}" if symbol else ""
             indices = _advise_indices(error.message, self.session.signature.inputs, self.example, case.sizes)
             message = f"{error.message}, at {format_sizes(case.sizes)}"
-            remedy = indices or self._find_single(feeds) or f"{error.remedy}{self.advice}{batches}"
+            remedy = (
+                indices
+                or self._find_single(feeds)
+                or self._find_least(case, feeds)
+                or f"{error.remedy}{self.advice}{batches}"
+            )
             raise ModelError(message, remedy) from error
 
     def _find_single(self, feeds: Feeds) -> str:
@@ -343,6 +348,29 @@ class Baseline(NamedTuple):
                 return f"it takes the same with {word} 1{cause}: give {options}"
         return ""
 
+    def _find_least(self, case: samples.Case, feeds: Feeds) -> str:
+        """Find a dimension that is shorter than in the example, and at whose double, or more, the model takes the same.
+
+        Say which option leaves shorter ones out; empty for none.
+        """
+        signature = self.session.signature
+        if any(spec.name not in feeds or spec.name not in self.example for spec in signature.inputs):
+            return ""
+        usual, symbol = read_sizes(signature.inputs, self.example), samples.batch_symbol(signature)
+        for word in [word for word, size in case.sizes.items() if word != symbol and size < usual.get(word, 0)]:
+            size = case.sizes[word]
+            while size < usual[word]:
+                size = min(2 * size, usual[word])
+                with contextlib.suppress(ModelError):
+                    self.session.run(samples.resize(feeds, signature, {**case.sizes, word: size}))
+                    least = _write_range(word, size, usual)
+                    return f"it takes the same with {word} {size}: give only sizes from there on, with {least}"
+        return ""
+
+
+def _write_range(word: str, least: int, usual: Mapping[str, int]) -> str:
+    return f"--shape {word}={least}:{usual[word]}:MAX"
+
 
 def _advise_indices(message: str, specs: Sequence[TensorSpec], example: Feeds, sizes: Mapping[str, int]) -> str:
     """Advise which sizes are large enough where whole numbers of the example are places along a dimension that was cut.
@@ -359,7 +387,7 @@ def _advise_indices(message: str, specs: Sequence[TensorSpec], example: Feeds, s
         if word not in spec.symbols and "int" in spec.dtype and value.size and sizes[word] <= value.max() < usual[word]:
             return (
                 f"{spec.name!r} has whole numbers up to {value.max()}, which seem to be places along {word!r}: give "
-                f"only sizes that have them, --shape {word}={value.max() + 1}:{usual[word]}:MAX"
+                f"only sizes that have them, {_write_range(word, value.max() + 1, usual)}"
             )
     return ""
 

@@ -1,5 +1,6 @@
 """Dimensions of ONNX files: what --input may write into them, and which sizes are assumed where nothing tells any."""
 
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -526,3 +527,34 @@ def test_a_model_that_takes_single_samples_alone_is_tried_with_one(
     with pytest.raises(ModelError, match="another shape, at batch") as error:
         Baseline(Recurrent(), feeds, "").run(samples.Case(sizes=sizes, batch=8), feeds)  # type: ignore[arg-type]
     assert remedy in error.value.remedy
+
+
+@pytest.mark.parametrize(
+    ("sizes", "least", "advice"),
+    [
+        ({"batch": 2, "length": 1}, 4, "it takes the same with length 4: give only .* --shape length=4:12:MAX$"),
+        ({"batch": 2, "length": 5}, 11, "--shape length=12:12:MAX$"),
+        ({"batch": 2, "length": 1}, 13, "^run it alone"),
+        ({"batch": 2, "length": 12}, 13, "^run it alone"),
+    ],
+)
+def test_a_length_is_named_that_the_model_takes_with_the_same_values(
+    sizes: dict[str, int], least: int, advice: str
+) -> None:
+    """An index that is out of range in the module need not come from an input."""
+
+    class Short:
+        signature = Signature(
+            inputs=tuple(map(TensorSpec.parse, ("ids:int64:batch,length", "mask:int64:batch,length"))), outputs=()
+        )
+
+        def run(self, feeds: Feeds) -> Feeds:
+            if feeds["ids"].shape[1] < least:
+                raise ModelError("index 4 is out of bounds for dimension 0 with size 4", "run it alone")
+            return {}
+
+    example = {"ids": np.zeros((2, 12), np.int64), "mask": np.ones((2, 12), np.int64)}
+    feeds = samples.resize(example, Short.signature, sizes)
+    with pytest.raises(ModelError, match="out of bounds") as error:
+        Baseline(Short(), example, "").run(samples.Case(sizes=sizes, batch=2), feeds)  # type: ignore[arg-type]
+    assert re.search(advice, error.value.remedy)

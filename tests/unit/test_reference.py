@@ -452,32 +452,6 @@ def test_samples_that_change_each_others_answers_are_judged_in_a_batch_that_is_m
     assert judged.basis == "10 samples" + (f" in batches of {batch}" if batch else "")
 
 
-@pytest.mark.parametrize("joined", [False, True])
-def test_padding_is_no_answer(tmp_path: Path, joined: bool) -> None:
-    """The greatest scores are those of padding, which a mask tells; without one, they are the answer."""
-    x, mask = (TensorSpec.parse(f"{name}:float32:batch,6") for name in ("x", "attention_mask"))
-    ends = ("y:float32:batch,6,2",) if joined else ("start:float32:batch,6", "end:float32:batch,6")
-    outputs = tuple(map(TensorSpec.parse, ends))
-
-    def run(feeds: Feeds) -> dict[str, Array]:
-        if joined:
-            return {"y": np.stack([feeds["x"], feeds["x"]], axis=-1)}
-        return {spec.name: feeds["x"] for spec in outputs}
-
-    arrays = {"x": np.tile(np.float32([1, 3, 2, 0, 5, 4]), (3, 1)), "labels": np.full((3, 2), 1)}
-    there = np.tile(np.float32([1, 1, 1, 1, 0, 0]), (3, 1))
-    fields: dict[str, Any] = {"samples": None, "metric": "answer_match", "batch": 2, "largest_batch": 2, "seed": 0}
-    values = []
-    for number, (inputs, more) in enumerate([((x,), {}), ((x, mask), {"attention_mask": there})]):
-        np.savez(path := tmp_path / f"{number}.npz", **arrays, **more)
-        model: Any = SimpleNamespace(signature=Signature(inputs=inputs, outputs=outputs), run=run)
-        task = Quality(engine=OnnxRuntime(), device=Device(), data=str(path), data_options=DataOptions(), **fields)
-        judged, _, _ = task.judge(model, None, lambda _: None)
-        assert not isinstance(judged, str)
-        values.append(judged.value)
-    assert values == [0, 1]
-
-
 @pytest.mark.parametrize(
     ("metric", "names", "noted"),
     [
