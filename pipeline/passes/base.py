@@ -116,6 +116,15 @@ class PrecisionPass(Pass):
     def rounding_alone(self) -> Self:
         """Return the pass whose pairs are those of each group alone, if the others are in floating point."""
 
+    @property
+    def rounds_outputs(self) -> bool:
+        """Tell whether all convolutions that it quantizes write rounded values, whoever reads these."""
+        return False
+
+    def rounding_outputs(self) -> Self | None:
+        """Return the pass for engines that round all outputs of convolutions, if there are any with such graphs."""
+        return None
+
     @abstractmethod
     def find_writers(self, model: "ir.Model") -> "Mapping[ir.Value, str]":
         """Find the values of its graph that are rounded along with the group which writes them, and these groups."""

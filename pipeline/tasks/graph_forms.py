@@ -22,7 +22,7 @@ from enginesmith.pipeline.frameworks.onnx import choices, coverage, edit, evalua
 from enginesmith.pipeline.passes.base import Pass, PrecisionPass, Progress, Records
 from enginesmith.pipeline.passes.quantize import layers, layerwise_error, precision, upsampling
 from enginesmith.pipeline.passes.quantize.activation_capture import ActivationCapture, open_activation_capture
-from enginesmith.pipeline.passes.quantize.causes import explain_loss, to_decibels
+from enginesmith.pipeline.passes.quantize.causes import explain_loss, explain_output_loss, to_decibels
 from enginesmith.pipeline.passes.quantize.layerwise_error import OwnError, OwnErrors
 from enginesmith.pipeline.passes.quantize.precisions import KINDS, WEAK_DB, Cause, Form
 from enginesmith.pipeline.passes.quantize.search import GroupFact
@@ -115,6 +115,7 @@ class Sensitivity(Task):
                 reason="" if group.name in ratios else left.get(group.name) or group.reason or "nothing is quantized",
                 cause=causes[group.name][1] if group.name in causes else "",
                 pattern=causes[group.name][0] if group.name in causes else "unknown",
+                **_describe_output(errors.get(group.name)),
             )
             for group in groups
         ]
@@ -198,9 +199,11 @@ class Sensitivity(Task):
             effect = run_pass(self.step, model, quantized, progress, records)
             left = {entry["group"]: entry["why"] for entry in precision.read(quantized)}
             floating, narrow = edit.load(model.path), edit.load(quantized / effect.file)
+            output_errors = self._add_output_errors(floating, groups, model, records, Path(folder), progress)
             measured = layerwise_error.add_layerwise_error(floating, narrow, groups)
             if not measured:
                 return {}, left, ()
+            floating.graph.outputs.extend(output_errors)
             edit.save(floating, both)
             file = both / edit.FILE
             artifact = scratch_artifact("onnx", file, model_file.signature(file))
@@ -211,6 +214,36 @@ class Sensitivity(Task):
                     progress(f"float and quantized side by side, batch {index + 1}")
                     errors.add(session.run(batch))
         return errors.find(), left, reads
+
+    def _add_output_errors(
+        self,
+        floating: "ir.Model",
+        groups: Sequence[layers.QuantizableOp],
+        model: Artifact,
+        records: Records,
+        folder: Path,
+        progress: Progress,
+    ) -> "list[ir.Value]":
+        """Compute in the joint graph what rounding outputs does, for the engines that do so; return its outputs."""
+        step = self.step.rounding_outputs()
+        if step is None:
+            return []
+        try:
+            effect = run_pass(step, model, folder, progress, records)
+        except ModelError as error:
+            _log.info("the rounding of outputs is not measured: %s", error)
+            return []
+        rounded = edit.load(folder / effect.file)
+        edit.infer_shapes(floating)
+        return layerwise_error.add_output_errors(floating, rounded, groups, step.find_writers(rounded))
+
+
+def _describe_output(error: OwnError | None) -> dict[str, Any]:
+    """Describe what rounding its output alone does to what is read behind a group, for its record."""
+    if error is None or error.output is None:
+        return {}
+    pattern, words = explain_output_loss(error.output)
+    return {"output_db": to_decibels(error.output.energy), "output_pattern": pattern, "output_cause": words}
 
 
 def _describe(
@@ -417,10 +450,13 @@ class Rescale(Task):
         form: Form = RESCALED if RESCALED in inputs else "given"
         (given, records), reference = find_form(form, inputs), inputs[REFERENCE]
         groups = _read_form(form, inputs)
-        weak = [(group.sqnr_db, group.name) for group in groups if group.sqnr_db is not None]
+        of_outputs = not self.only_weak  # factors before a product change nothing in what it writes
+        weak = [(least, group.name) for group in groups if (least := _find_least(group, of_outputs)) is not None]
         weak = sorted(pair for pair in weak if pair[0] < WEAK_DB)
         if not weak:
-            return _pass_on(given, out, f"not needed: every group has an SQNR of {WEAK_DB:g} dB or more")
+            what = f"every group has an SQNR of {WEAK_DB:g} dB or more"
+            until = " until its output is rounded" if any(map(_loses_output, groups)) else ""
+            return _pass_on(given, out, f"not needed: {what}{until}")
         model, summaries, reads = given, list[str](), set[Path]()
         with tempfile.TemporaryDirectory(prefix="enginesmith-rescale-") as scratch:
             if self.only_weak:
@@ -448,7 +484,8 @@ class Rescale(Task):
             check = Verify(stage="rescale", engine=simulation(), device=Device(), precision=_FIDELITY, min_sqnr_db=None)
             rejected = check.run(rescaled, Path(scratch), progress).rejected
             copy_folder(model.folder, out)
-        errors = [group.sqnr_db for group in _read_facts(out / RECORDS) if group.sqnr_db is not None]
+        found = [_find_least(group, of_outputs) for group in _read_facts(out / RECORDS)]
+        errors = [least for least in found if least is not None]
         summary = (
             f"{len(weak)} of {len(groups)} groups had less than {WEAK_DB:g} dB, {weak[0][1]} {weak[0][0]:.1f} dB; "
             f"{'; '.join(summaries)}; now at least {min(errors):.1f} dB"
@@ -470,7 +507,9 @@ def _pass_on(model: Artifact, out: Path, reason: str) -> Effect:
 def read_forms(inputs: Inputs, step: PrecisionPass) -> dict[Form, list[GroupFact]]:
     """Read the groups of each form of the graph that there is, in the order in which they are tried.
 
-    Engines share what was measured; groups that a pass has no kernels for are left out of what can be chosen.
+    Engines share what was measured; groups that a pass has no kernels for are left out of what can be chosen. Where it
+    rounds outputs, groups that lose much by that have that loss and its cause. Where it loses little of any group as
+    given, the other forms were made for other engines, and are left out.
     """
     forms: dict[Form, list[GroupFact]] = {form: _read_form(form, inputs) for form in _CHANGED if form in inputs}
     forms["given"] = _read_form("given", inputs)
@@ -478,9 +517,28 @@ def read_forms(inputs: Inputs, step: PrecisionPass) -> dict[Form, list[GroupFact
         reasons = [group.reason or step.explain_kind(group.kind) for group in groups]
         forms[form] = [
             group.model_copy(update={"reason": why, "sqnr_db": None}) if why else group
-            for group, why in zip(groups, reasons, strict=True)
+            for group, why in zip(map(_count_output, groups) if step.rounds_outputs else groups, reasons, strict=True)
         ]
-    return forms
+    lost = any(group.sqnr_db is not None and group.sqnr_db < WEAK_DB for group in forms["given"])
+    return forms if lost else {"given": forms["given"]}
+
+
+def _find_least(group: GroupFact, of_outputs: bool) -> float | None:
+    """Find the lowest SQNR of a group; its rounded output counts where that is asked for, and loses much."""
+    return (_count_output(group) if of_outputs else group).sqnr_db
+
+
+def _loses_output(group: GroupFact) -> bool:
+    """Tell whether rounding its output alone loses much."""
+    return group.output_db is not None and group.output_db < WEAK_DB
+
+
+def _count_output(group: GroupFact) -> GroupFact:
+    """Take a group's loss and its cause from its rounded output, where that loses much, and more than the rest."""
+    if group.sqnr_db is None or not _loses_output(group) or group.sqnr_db <= (group.output_db or 0.0):
+        return group
+    update = {"sqnr_db": group.output_db, "cause": group.output_cause, "pattern": group.output_pattern}
+    return group.model_copy(update=update)
 
 
 def _read_form(form: Form, inputs: Inputs) -> list[GroupFact]:

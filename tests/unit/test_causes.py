@@ -1,6 +1,7 @@
 """Test causes beyond a group's own numbers: samples of unlike size, and readers that make much of small errors."""
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -19,9 +20,18 @@ from enginesmith.pipeline.passes.quantize.layerwise_error import OwnError, OwnEr
 from enginesmith.pipeline.passes.quantize.precision import Precision
 from enginesmith.pipeline.passes.quantize.precisions import WEAK_DB
 from enginesmith.pipeline.passes.quantize.search import GroupFact, Trial
+from enginesmith.pipeline.passes.rescale.equalize import CrossLayerEqualization
 from enginesmith.pipeline.tasks.base import RECORDS, read_models, write_records
 from enginesmith.pipeline.tasks.calibrate import Calibrate, Feeder
-from enginesmith.pipeline.tasks.graph_forms import MODEL, RANGES, REFERENCE, SENSITIVITY, Sensitivity
+from enginesmith.pipeline.tasks.graph_forms import (
+    MODEL,
+    RANGES,
+    REFERENCE,
+    SENSITIVITY,
+    Rescale,
+    Sensitivity,
+    read_forms,
+)
 from enginesmith.pipeline.tasks.mixed_precision import Assign, trial_role
 from enginesmith.pipeline.tensors import Array, ShapeRange
 from graphs import normal, parse_graph, run_model
@@ -46,8 +56,7 @@ def record(path: Path) -> Artifact:
     return Artifact(kind="record", path=path, sha256="", bytes=0)
 
 
-def find_facts(folder: Path, net: str, x: Array) -> list[GroupFact]:
-    weights = {name: value for name, value in WEIGHTS.items() if f", {name})" in net}
+def prepare(folder: Path, net: str, x: Array, weights: Mapping[str, Array]) -> dict[str, Artifact]:
     ir.save(parse_graph(net, named=True, **weights), folder / "model.onnx")
     y = run_model(ir.load(folder / "model.onnx"), {"x": x}, optimized=False)["y"]
     samples.write_arrays(folder, "feeds", 0, {"x": x})
@@ -60,7 +69,11 @@ def find_facts(folder: Path, net: str, x: Array) -> list[GroupFact]:
         REFERENCE: Artifact(kind="reference", path=folder / samples.RECORD, sha256="", bytes=0),
     }
     Calibrate(feeder=FEEDER).run(inputs, folder, lambda _: None)
-    inputs[RANGES] = record(folder / "ranges.json")
+    return {**inputs, RANGES: record(folder / "ranges.json")}
+
+
+def find_facts(folder: Path, net: str, x: Array) -> list[GroupFact]:
+    inputs = prepare(folder, net, x, {name: value for name, value in WEIGHTS.items() if f", {name})" in net})
     step = Precision(precision="int8", placement="inputs+read outputs", method="minmax").rounding_inputs()
     effect = Sensitivity(step=step, feeder=FEEDER).run(inputs, folder, lambda _: None)
     return read_models(record(folder / effect.file), GroupFact)
@@ -83,6 +96,79 @@ def test_groups_lose_nothing_with_samples_that_are_silence_or_whose_answers_are_
     net: str, sizes: Any, tmp_path: Path
 ) -> None:
     assert all(fact.sqnr_db is not None and fact.sqnr_db > WEAK_DB for fact in find_facts(tmp_path, net, X * sizes))
+
+
+NORMALIZED = """net (float[batch, 3, 6, 6] x) => (float[batch, 4] y) {
+    c = Conv<kernel_shape=[3, 3]>(x, k)
+    n = BatchNormalization(c, one, zero, zero, var)
+    r = Relu(n)
+    d = Conv<kernel_shape=[3, 3]>(r, q)
+    m = GlobalAveragePool(d)
+    f = Flatten(m)
+    y = MatMul(f, h)
+}"""
+"""A normalization makes channels of any size equally large: an engine that rounds what is before it loses the small."""
+
+
+def prepare_normalized(folder: Path, apart: float) -> dict[str, Artifact]:
+    sizes = np.geomspace(1, apart, 8, dtype=np.float32)
+    weights = {
+        "k": normal(8, 3, 3, 3, seed=1) * sizes[:, None, None, None], "q": normal(4, 8, 3, 3, seed=2),
+        "h": normal(4, 4, seed=3), "one": np.ones(8, np.float32), "zero": np.zeros(8, np.float32), "var": 27 * sizes**2,
+    }  # fmt: skip
+    inputs = prepare(folder, NORMALIZED, normal(8, 3, 6, 6, seed=4), weights)
+    step = Precision(precision="int8", placement="inputs+read outputs", method="minmax").rounding_inputs()
+    Sensitivity(step=step, feeder=FEEDER).run(inputs, folder, lambda _: None)
+    return {**inputs, SENSITIVITY: record(folder / RECORDS)}
+
+
+def test_the_rounding_of_uneven_outputs_counts_for_engines_that_round_them_all(tmp_path: Path) -> None:
+    inputs = prepare_normalized(tmp_path, 3000)
+    values = run_model(
+        ir.load(inputs[MODEL].path), {"x": normal(8, 3, 6, 6, seed=4)}, optimized=False, every_value=True
+    )
+    written, scale = values["c"], float(np.ptp(values["c"])) / 255
+    change = (np.round(written / scale) * scale - written) / np.sqrt(27) / np.geomspace(1, 3000, 8)[:, None, None]
+    lost = np.maximum(values["n"] + change, 0) - values["r"]
+    wanted_db = 10 * np.log10((values["r"] ** 2).sum() / (lost**2).sum())
+    outputs, reads = (
+        read_forms(inputs, Precision(precision="int8", placement=placement, method="minmax"))["given"][0]
+        for placement in ("inputs+outputs", "inputs+read outputs")
+    )
+    assert outputs.sqnr_db == pytest.approx(wanted_db, abs=0.3)
+    assert wanted_db < WEAK_DB
+    assert outputs.pattern == "uneven outputs"
+    assert outputs.cause.startswith("channels of its output are up to ")
+    assert outputs.cause.endswith(f"an SQNR of {outputs.sqnr_db:.1f} dB")
+    assert reads.sqnr_db is not None
+    assert reads.sqnr_db > WEAK_DB
+    assert reads.pattern != "uneven outputs"
+
+
+def test_outputs_of_similar_size_lose_little_by_being_rounded(tmp_path: Path) -> None:
+    first = read_models(prepare_normalized(tmp_path, 3)[SENSITIVITY], GroupFact)[0]
+    assert first.output_db is not None
+    assert first.output_db > WEAK_DB
+
+
+def test_forms_are_made_for_what_rounded_outputs_lose_and_tried_by_engines_that_round_them(tmp_path: Path) -> None:
+    inputs = prepare_normalized(tmp_path, 3000)
+    step = Precision(precision="int8", placement="inputs+read outputs", method="minmax").rounding_inputs()
+    task = Rescale(
+        steps=(CrossLayerEqualization(),),
+        calibration=Calibrate(feeder=FEEDER),
+        sensitivity=Sensitivity(step=step, feeder=FEEDER),
+    )
+    for name in ("rescaled", "multiplied"):
+        (tmp_path / name).mkdir()
+    effect = task.run(inputs, tmp_path / "rescaled", lambda _: None)
+    assert "not needed" not in effect.rejected
+    multiplied = task.model_copy(update={"only_weak": True}).run(inputs, tmp_path / "multiplied", lambda _: None)
+    assert multiplied.rejected.endswith("25 dB or more until its output is rounded")
+    (tmp_path / "rescaled" / RECORDS).write_bytes(inputs[SENSITIVITY].path.read_bytes())
+    inputs["rescaled"] = record(tmp_path / "rescaled" / RECORDS)
+    for placement, forms in (("inputs+outputs", {"rescaled", "given"}), ("inputs+read outputs", {"given"})):
+        assert set(read_forms(inputs, Precision(precision="int8", placement=placement, method="minmax"))) == forms
 
 
 @pytest.mark.parametrize(

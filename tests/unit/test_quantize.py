@@ -412,7 +412,7 @@ def test_a_shift_is_the_part_of_an_error_that_is_its_mean(error: Any, share: flo
 def test_an_error_that_is_one_row_has_no_mean(weights: dict[str, Array], tmp_path: Path) -> None:
     (group,), path = joint(weights, tmp_path, batch="")
     names = {value.name for value in onnx.load(path).graph.output}
-    assert names == {output_name(group, what) for what in (SIGNAL, NOISE, COUNT)}
+    assert names == {output_name(group.name, what) for what in (SIGNAL, NOISE, COUNT)}
     evaluator.run_graph(path, {"x": np.ones(4, np.float32)})
 
 
@@ -425,8 +425,8 @@ def test_errors_of_old_graphs_are_added_up_by_channel(opset: int) -> None:
     error = run_model(quantized, feeds)["y"] - run_model(exact, feeds)["y"]
     (group,) = add_layerwise_error(floating, quantized, layers.find_groups(floating))
     found = run_model(floating, feeds)
-    assert found[output_name(group, SUM)] == pytest.approx(error.sum(axis=0), rel=1e-3, abs=1e-5)
-    assert found[output_name(group, COUNT)] == error.size
+    assert found[output_name(group.name, SUM)] == pytest.approx(error.sum(axis=0), rel=1e-3, abs=1e-5)
+    assert found[output_name(group.name, COUNT)] == error.size
 
 
 @pytest.mark.parametrize(("outputs", "made"), [("y, h, c", "y"), ("y, h", "h"), ("y, h, c", "c")])
@@ -443,8 +443,8 @@ def test_an_lstm_is_measured_by_an_output_that_it_has(outputs: str, made: str) -
     feeds = {"x": random(5, 2, 3)}
     signal, error = run_model(exact, feeds)[made], run_model(quantized, feeds)[made] - run_model(exact, feeds)[made]
     found = run_model(floating, feeds)
-    assert found[output_name(group, SIGNAL)] == pytest.approx((signal**2).sum(), rel=1e-4)
-    assert found[output_name(group, NOISE)] == pytest.approx((error**2).sum(), rel=1e-2)
+    assert found[output_name(group.name, SIGNAL)] == pytest.approx((signal**2).sum(), rel=1e-4)
+    assert found[output_name(group.name, NOISE)] == pytest.approx((error**2).sum(), rel=1e-2)
 
 
 def test_energies_are_those_of_the_group_alone(weights: dict[str, Array], tmp_path: Path) -> None:
@@ -456,7 +456,7 @@ def test_energies_are_those_of_the_group_alone(weights: dict[str, Array], tmp_pa
     r = np.maximum(x @ weights["a"], 0)
     exact = r @ weights["b"]
     rounded = (np.clip(np.rint(r / 0.03), -128, 127) * 0.03) @ (np.rint(weights["b"] / 0.02) * 0.02)
-    assert found[output_name(group, SIGNAL)] == pytest.approx((exact**2).sum(), rel=1e-4)
-    assert found[output_name(group, NOISE)] == pytest.approx(((exact - rounded) ** 2).sum(), rel=1e-3)
-    assert found[output_name(group, SUM)] == pytest.approx((rounded - exact).sum(axis=0), rel=1e-3, abs=1e-5)
-    assert found[output_name(group, COUNT)] == exact.size
+    assert found[output_name(group.name, SIGNAL)] == pytest.approx((exact**2).sum(), rel=1e-4)
+    assert found[output_name(group.name, NOISE)] == pytest.approx(((exact - rounded) ** 2).sum(), rel=1e-3)
+    assert found[output_name(group.name, SUM)] == pytest.approx((rounded - exact).sum(axis=0), rel=1e-3, abs=1e-5)
+    assert found[output_name(group.name, COUNT)] == exact.size

@@ -13,7 +13,7 @@ import numpy as np
 from enginesmith.calibration.ranges import ChannelStatistics, Ranges
 from enginesmith.pipeline.frameworks.onnx import edit, ir
 from enginesmith.pipeline.passes.quantize import layers
-from enginesmith.pipeline.passes.quantize.layerwise_error import OwnError
+from enginesmith.pipeline.passes.quantize.layerwise_error import OutputError, OwnError
 from enginesmith.pipeline.passes.quantize.precisions import WEAK_DB, Cause
 from enginesmith.pipeline.passes.rescale.products import by_channel
 from enginesmith.pipeline.tensors import Array
@@ -83,6 +83,19 @@ def explain_loss(node: "ir.Node", ranges: Ranges | None, error: OwnError) -> tup
             "no channel stands out, and its own result loses little: what follows makes much of that",
         )
     return cause, "; ".join(filter(None, (words, readers)))
+
+
+def explain_output_loss(error: OutputError) -> tuple[Cause, str]:
+    """Explain what rounding a group's output loses of what is read behind it: the cause, and a sentence."""
+    sizes = np.array([size for size in error.sizes if size > 0])
+    lost = f"rounding its output leaves what is read behind it an SQNR of {to_decibels(error.energy):.1f} dB"
+    if sizes.size < 2 or sizes.max() < _UNLIKE * sizes.min():
+        return "no outliers", f"{lost}, although its channels are of similar size"
+    times, middle = _round(float(sizes.max() / sizes.min())), _round(float(sizes.max() / np.median(sizes)))
+    return "uneven outputs", (
+        f"channels of its output are up to {times} times apart, the largest {middle} times the middle one (root mean "
+        f"square), and have one scale: {lost}"
+    )
 
 
 def to_decibels(energy: float) -> float:

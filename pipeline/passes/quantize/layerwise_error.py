@@ -2,10 +2,13 @@
 
 For its own output, every group is computed twice on the same exact inputs, as it is and in few bits, side by side in
 one graph, which gives the energy of the result and of the difference. So one pass over the data tells the error that
-each group brings in, and none that it passes on. For the answers, a graph has a switch for each group.
+each group brings in, and none that it passes on. What rounding its output does, as some engines have to, is measured in
+what other products read of it: a normalization in between makes small channels as large as the others, and their errors
+too. For the answers, a graph has a switch for each group.
 """
 
-from collections.abc import Mapping, Sequence
+import heapq
+from collections.abc import Collection, Mapping, Sequence
 from types import MappingProxyType
 from typing import NamedTuple
 
@@ -20,19 +23,23 @@ from enginesmith.pipeline.passes.quantize.writer import Writer
 from enginesmith.pipeline.tensors import Array, Feeds
 
 SIGNAL, NOISE, SUM, COUNT = "signal", "noise", "sum", "count"
+_SQUARES = "written squares"
+_READ_SIGNAL, _READ_NOISE = "read signal", "read noise"
+_READS = 4
+"""Values read behind a group in which the rounding of its output is looked at, the nearest first."""
 SWITCHES = "enginesmith/switches"
 _PAIR = ("QuantizeLinear", "DequantizeLinear")
 _OPSET_OF_AXES_INPUT = 13
 """The first opset in which ReduceSum reads its axes; before, they are an attribute."""
 
 
-def output_name(group: QuantizableOp, what: str) -> str:
+def output_name(group: str, what: str) -> str:
     """Return the joint graph's output that holds something of a group, in float32.
 
     The energies of its result and of its error, and how many numbers there are, shape []; for products whose rank is
     known, also the sum of the error by channel, [channels].
     """
-    return f"{group.name}/{what}"
+    return f"{group}/{what}"
 
 
 def add_layerwise_error(
@@ -64,29 +71,118 @@ def add_layerwise_error(
             (ir.node("Cast", size.outputs, {"to": ir.DataType.FLOAT}), COUNT, ()),
         ]
         if exact.shape is not None and len(exact.shape) > 1 and group.operator in PRODUCTS:
-            sums = _sum_by_channel(floating.graph, group, error, len(exact.shape))
+            channel = 1 if group.operator in CONVOLUTIONS else len(exact.shape) - 1
+            sums = _sum_by_channel(floating.graph, group.name, error, len(exact.shape), channel)
             reductions.append((sums, SUM, (f"{group.name}/channels",)))
         for node, what, shape in reductions:
             floating.graph.append(node)
-            value = node.outputs[0]
-            value.name = output_name(group, what)
-            value.type, value.shape = ir.TensorType(ir.DataType.FLOAT), ir.Shape(shape)
-            outputs.append(value)
+            outputs.append(_describe(node.outputs[0], output_name(group.name, what), shape))
         done.append(group)
     floating.graph.outputs.clear()
     floating.graph.outputs.extend(outputs)
     return tuple(done)
 
 
-def _sum_by_channel(graph: "ir.Graph", group: QuantizableOp, error: "ir.Value", rank: int) -> "ir.Node":
-    """Make the node that adds up an error over all axes but that of a product's channels."""
-    channel = 1 if group.operator in CONVOLUTIONS else rank - 1
+def add_output_errors(
+    floating: "ir.Model", quantized: "ir.Model", groups: Sequence[QuantizableOp], writers: "Mapping[ir.Value, str]"
+) -> "list[ir.Value]":
+    """Compute in the float graph what rounding the output of one group alone does to what is read behind it.
+
+    ``quantized`` is the same graph with outputs rounded: ``writers`` are values in it, with the groups that write them.
+    Returns the values that the joint graph is to have as outputs besides: for the nearest values that groups read, the
+    energies of the value and of its error; and the sum of squares by channel of what is written, [channels].
+    """
+    graph = floating.graph
+    ours = {value.name: value for node in graph for value in node.outputs}
+    order = {node: index for index, node in enumerate(graph)}
+    ends = {node for group in groups if group.output in ours and (node := ours[group.output].producer()) is not None}
+    outputs: list[ir.Value] = []
+    for value, group in writers.items():
+        exact, restored = ours.get(value.name), _find_restored(value)
+        rounded = _Copy(graph, ours, f"{group}/written").copy(restored) if exact is not None and restored else None
+        if exact is None or rounded is None or exact.shape is None:
+            continue
+        square = ir.node("Mul", [exact, exact])
+        sums = _sum_by_channel(graph, f"{group}/written", square.outputs[0], len(exact.shape), 1)
+        graph.extend([square, sums])
+        outputs.append(_describe(sums.outputs[0], output_name(group, _SQUARES), (f"{group}/written channels",)))
+        for count, (read, changed) in enumerate(_follow(graph, order, ends, (exact, rounded), group)):
+            difference = ir.node("Sub", [changed, read])
+            energies = [ir.node("ReduceSumSquare", [each], {"keepdims": 0}) for each in (read, difference.outputs[0])]
+            graph.extend([difference, *energies])
+            for node, what in zip(energies, (_READ_SIGNAL, _READ_NOISE), strict=True):
+                outputs.append(_describe(node.outputs[0], output_name(group, f"{what} {count}"), ()))
+    return outputs
+
+
+def _find_restored(value: "ir.Value") -> "ir.Value | None":
+    """Find what comes out of the pair behind a value; None where it is not rounded."""
+    rounding = next((use.node for use in value.uses() if use.node.op_type == _PAIR[0]), None)
+    restoring = next((use.node for use in rounding.outputs[0].uses()), None) if rounding is not None else None
+    return restoring.outputs[0] if restoring is not None else None
+
+
+def _follow(
+    graph: "ir.Graph",
+    order: "Mapping[ir.Node, int]",
+    ends: "Collection[ir.Node]",
+    written: "tuple[ir.Value, ir.Value]",
+    prefix: str,
+) -> "list[tuple[ir.Value, ir.Value]]":
+    """Copy what is computed from a value, here an exact and a rounded one, as far as the nearest groups, the ends.
+
+    Returns what these read, and the outputs of the graph on the way, exact and with the rounded value.
+    """
+    nodes, changed = list(order), dict([written])
+    found: dict[ir.Value, ir.Value] = {}
+    waiting = sorted({order[use.node] for use in written[0].uses() if use.node in order})
+    queued = set(waiting)
+    while waiting and len(found) < _READS:
+        node = nodes[heapq.heappop(waiting)]
+        kinds = {attribute.type for attribute in node.attributes.values()}
+        if node in ends or not kinds.isdisjoint((ir.AttributeType.GRAPH, ir.AttributeType.GRAPHS)):
+            read = [value for value in node.inputs if value in changed and value.dtype in (None, ir.DataType.FLOAT)]
+            found.update((value, changed[value]) for value in read)
+            continue
+        inputs = [value if value is None else changed.get(value, value) for value in node.inputs]
+        attributes = list(node.attributes.values())
+        name = f"{prefix}/written/{node.name}"
+        copy = ir.Node(node.domain, node.op_type, inputs, attributes, num_outputs=len(node.outputs), name=name)
+        graph.append(copy)
+        for old, new in zip(node.outputs, copy.outputs, strict=True):
+            new.name = f"{prefix}/written/{old.name}" if old.name else ""
+            new.type, new.shape = old.type, old.shape
+            changed[old] = new
+            if old.is_graph_output() and old.dtype == ir.DataType.FLOAT:
+                found[old] = new
+            for place in {order[use.node] for use in old.uses() if use.node in order} - queued:
+                queued.add(place)
+                heapq.heappush(waiting, place)
+    return list(found.items())[:_READS]
+
+
+def _describe(value: "ir.Value", name: str, shape: "Sequence[str]") -> "ir.Value":
+    value.name, value.type, value.shape = name, ir.TensorType(ir.DataType.FLOAT), ir.Shape(shape)
+    return value
+
+
+def _sum_by_channel(graph: "ir.Graph", prefix: str, value: "ir.Value", rank: int, channel: int) -> "ir.Node":
+    """Make the node that adds up a value over all axes but that of its channels."""
     others = [axis for axis in range(rank) if axis != channel]
     if graph.opset_imports[""] < _OPSET_OF_AXES_INPUT:
-        return ir.node("ReduceSum", [error], {"axes": others, "keepdims": 0})
-    axes = ir.Value(name=f"{group.name}/axes", const_value=ir.tensor(others))
+        return ir.node("ReduceSum", [value], {"axes": others, "keepdims": 0})
+    axes = ir.Value(name=f"{prefix}/axes", const_value=ir.tensor(others))
     graph.register_initializer(axes)
-    return ir.node("ReduceSum", [error, axes], {"keepdims": 0})
+    return ir.node("ReduceSum", [value, axes], {"keepdims": 0})
+
+
+class OutputError(NamedTuple):
+    """Tell what rounding the output of a group alone does, with one scale for all its channels."""
+
+    energy: float
+    """Energy of the error in what is read behind it, of that of what is read: the largest of the nearest values."""
+    sizes: tuple[float, ...]
+    """Root mean square of each channel of the output, to a common factor."""
 
 
 class OwnError(NamedTuple):
@@ -102,6 +198,8 @@ class OwnError(NamedTuple):
     """Root mean square of the error."""
     shift: float = 0.0
     """Share of the error's energy that is the error's mean by channel, 0 to 1; 0 where it is not known."""
+    output: OutputError | None = None
+    """What rounding its output does besides, in engines that do so; None where that was not measured."""
 
 
 class OwnErrors:
@@ -127,18 +225,33 @@ class OwnErrors:
         return {group.name: self._find(group) for group in self._groups}
 
     def _find(self, group: QuantizableOp) -> OwnError:
-        signal, noise, count = (float(self._totals[output_name(group, what)]) for what in (SIGNAL, NOISE, COUNT))
-        sums = self._totals.get(output_name(group, SUM))
+        names = [output_name(group.name, what) for what in (SIGNAL, NOISE, COUNT)]
+        signal, noise, count = (float(self._totals[name]) for name in names)
+        sums = self._totals.get(output_name(group.name, SUM))
         shift = find_shift(sums, count, noise) if sums is not None and noise > 0 else 0.0
         error = OwnError(
-            max(noise, 1e-30) / max(signal, 1e-30), size=float(np.sqrt(noise / max(1, count))), shift=shift
+            max(noise, 1e-30) / max(signal, 1e-30),
+            size=float(np.sqrt(noise / max(1, count))),
+            shift=shift,
+            output=self._find_output_error(group.name),
         )
-        signals, noises = (np.array(self._energies[output_name(group, what)]) for what in (SIGNAL, NOISE))
+        signals, noises = (np.array(self._energies[name]) for name in names[:2])
         if not self._single or not (audible := find_audible(signals)).any():
             return error
         sizes = np.sqrt(signals[audible])
         mean = average_over_samples(signals, noises, count / len(signals))
         return error._replace(sample_energy=mean, spread=float(sizes.max() / sizes.min()))
+
+    def _find_output_error(self, group: str) -> OutputError | None:
+        squares, shares = self._totals.get(output_name(group, _SQUARES)), list[float]()
+        for count in range(_READS):
+            names = [output_name(group, f"{what} {count}") for what in (_READ_SIGNAL, _READ_NOISE)]
+            if names[0] in self._totals:
+                signal, noise = (float(self._totals[name]) for name in names)
+                shares.append(max(noise, 1e-30) / max(signal, 1e-30))
+        if squares is None or not shares:
+            return None
+        return OutputError(max(shares), tuple(np.sqrt(squares).tolist()))
 
 
 def find_shift(sums: Array, count: float, noise: float) -> float:

@@ -128,7 +128,17 @@ class Precision(PrecisionPass, GraphPass):
         return self.model_copy(update={"inputs_only": True, "placement": placement})
 
     def rounding_alone(self) -> Self:
-        return self if self._low and self._rules.outputs == "all" else self.rounding_inputs()
+        return self if self.rounds_outputs else self.rounding_inputs()
+
+    @property
+    def rounds_outputs(self) -> bool:
+        return bool(self._low) and self._rules.outputs == "all"
+
+    def rounding_outputs(self) -> Self | None:
+        if self.placement == "inputs" or not KINDS[self.precision].calibrated:
+            return None
+        whole = self.model_copy(update={"inputs_only": False, "placement": "inputs+outputs"})
+        return whole if whole.rounds_outputs else None
 
     def find_writers(self, model: "ir.Model") -> "Mapping[ir.Value, str]":
         return qdq.find_writers(model, self._rules) if self._low else cast_pairs.find_written(model)

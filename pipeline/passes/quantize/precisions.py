@@ -23,6 +23,7 @@ Cause = Literal[
     "constant offsets",
     "uneven activations",
     "uneven weights",
+    "uneven outputs",
     "shifted means",
     "single peaks",
     "unlike samples",
@@ -31,8 +32,9 @@ Cause = Literal[
     "unknown",
 ]
 """Cause for which a group loses much: channels of its activations are far from zero and vary little; these, or input
-channels of its weight, differ much; most of its error is the same for all samples, single activations are large; some
-samples are much larger than others; what reads its result makes much of small errors; or nothing of that."""
+channels of its weight, or channels of its output in engines that round it with one scale, differ much; most of its
+error is the same for all samples, single activations are large; some samples are much larger than others; what reads
+its result makes much of small errors; or nothing of that."""
 WEAK_DB = 25.0
 """SQNR of a group, its inputs being exact, below which it loses much. In four networks that int8 suits, all groups have
 more than 33 dB; in four whose channels are uneven, one in ten has less than 13."""

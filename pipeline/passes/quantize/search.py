@@ -67,6 +67,11 @@ class GroupFact(BaseModel, frozen=True):
     """Says what makes it lose much, if it does: its numbers, its samples, or what reads its result."""
     pattern: Cause = "unknown"
     """The kind of that cause."""
+    output_db: float | None = None
+    """SQNR of what is read behind it where its output alone is rounded, which counts for engines that do so; None
+    where that was not measured."""
+    output_cause: str = ""
+    output_pattern: Cause = "unknown"
 
 
 class Judgement(BaseModel, frozen=True):
