@@ -104,6 +104,41 @@ def test_the_graph_as_it_is_may_be_better() -> None:
     assert [(trial.form, trial.signed) for trial in trials] == [("rescaled", True), ("given", True)]
 
 
+def find_form_kept_in(
+    losses_db: dict[tuple[str, str], float], drops: dict[str, float] | None = None
+) -> tuple[str, str]:
+    """Find the form and the method with which the first group stays in floating point."""
+    forms: dict[Any, list[GroupFact]] = {
+        "rescaled": groups(40, 1, macs=(98, 2)), "given": groups(2, 1, macs=(98, 2))
+    }  # fmt: skip
+    trials = list[Trial]()
+    while (candidate := propose(trials, forms, METHODS, frozenset())) and candidate.phase == "everything":
+        loss = losses_db[candidate.form, candidate.method]
+        drop = drops[candidate.form] if drops else None
+        error = drop if drop is not None else 1e9 - loss
+        figures = {**vars(candidate), "kept": (), "sqnr_db": loss, "drop": drop}
+        trials.append(Trial(passed=False, error=error, **figures))
+    assert candidate is not None
+    return candidate.form, candidate.method
+
+
+@pytest.mark.parametrize("best_db", [-0.3, 2.9, 12.5])
+def test_where_noise_decides_groups_are_kept_in_the_form_with_the_least_work_in_groups_that_lose_much(
+    best_db: float,
+) -> None:
+    """One group with 2 % of the work drowns the answers of both forms."""
+    rescaled_db = best_db - 0.5 if best_db > 3 else -0.8
+    losses_db = {("given", "mse"): best_db, ("rescaled", "mse"): rescaled_db, ("rescaled", "minmax"): rescaled_db + 0.1}
+    assert find_form_kept_in(losses_db) == ("rescaled", "minmax")
+
+
+def test_groups_are_kept_in_the_form_that_loses_clearly_less() -> None:
+    losses_db = {("given", "mse"): 9.0, ("given", "minmax"): 8.0, ("rescaled", "mse"): 7.0}
+    assert find_form_kept_in(losses_db) == ("given", "mse")
+    losses_db |= {("rescaled", "mse"): 8.9, ("rescaled", "minmax"): 9.0}
+    assert find_form_kept_in(losses_db, {"given": 0.02, "rescaled": 0.03}) == ("given", "mse"), "metrics tell more"
+
+
 def test_the_best_method_is_gone_on_with() -> None:
     facts = groups(30, 20, 10)
     trials = run(facts, lambda one: (bool(one.kept), 1.0 if one.method == "minmax" else 2.0, None))

@@ -4,8 +4,9 @@
    multiplications that rescale more; the graph as it is; the best of these with activations in uint8, where int8 is
    faster; with biases corrected for the mean error of weights; then with the ranges of one more method after the other.
    What fits the most common cause of the groups that lose much comes before the other changes.
-2. Where none does: with the best of these, the most sensitive groups stay in floating point: those that alone change
-   the answers most for the work in them. First as many as make most of the error; their number is doubled until it
+2. Where none does: with the best of these (where noise decides, one in whose form the least work is in groups that lose
+   much), the most sensitive groups stay in floating point: those that alone change the answers most for the work in
+   them. First as many as make most of the error; their number is doubled until it
    passes, then bisected.
 3. Of those, the groups with the most work are quantized after all, if that passes too; where impacts are known, work
    has been weighed before.
@@ -44,6 +45,10 @@ _WORTHWHILE_SHARE = 0.01
 _MOST_KINDS = 3
 _MOST_OF_ERROR = 0.75
 """Share of all impacts that is taken away first: 6 dB."""
+_DROWNED_DB = 3.0
+"""SQNR of answers below which more than half is error: which of two trials has less of it says little."""
+_SAME_DB = 1.0
+"""Difference in SQNR below which two trials are as good as each other."""
 _FLOAT_COST = 0.01
 """Share of the work that a group in floating point costs beside its own: changes of types around it."""
 
@@ -241,7 +246,7 @@ def _next_setting(
     )
     options = [*([first] if advised and first else []), *usual]
     if everything:
-        nearest = Setting.of(min(everything, key=lambda trial: trial.error), signs)
+        nearest = Setting.of(_find_nearest(everything, forms), signs)
         alone = [setting for setting in tried if setting != first]  # these differ in one thing
         changes: list[tuple[Cause, dict[str, object]]] = []
         if len(signs) > 1 and not any(setting.unsigned for setting in alone):
@@ -259,6 +264,25 @@ def _next_setting(
         return None, ""
     moved = chosen == first and chosen != plain and not everything
     return chosen, f"{chosen.describe()}; {advice.why}" if moved else chosen.describe()
+
+
+def _find_nearest(everything: Sequence[Trial], forms: Groups) -> Trial:
+    """Find the trial with everything quantized that came nearest to the goal.
+
+    Where noise decides that, as trials are equally good, or one bad group drowns the answers of all, it is one in whose
+    form of the graph the least work is in groups that lose much.
+    """
+    nearest = min(everything, key=lambda trial: trial.error)
+    best_db = nearest.sqnr_db
+    if nearest.drop is not None or best_db is None:
+        return nearest
+    least_db = best_db - _SAME_DB if best_db >= _DROWNED_DB else -math.inf
+    alike = [trial for trial in everything if trial.sqnr_db is not None and trial.sqnr_db >= least_db]
+    return min(alike, key=lambda trial: (_sum_weak_work(forms[trial.form]), trial.error))
+
+
+def _sum_weak_work(groups: Sequence[GroupFact]) -> int:
+    return sum(group.macs for group in groups if group.sqnr_db is not None and group.sqnr_db < WEAK_DB)
 
 
 def _lose_little(groups: Sequence[GroupFact]) -> bool:
@@ -310,7 +334,7 @@ def _grow(
     everything = [trial for trial in trials if trial.phase == "everything"]
     if any(trial.passed for trial in everything):
         return None
-    nearest = min(everything, key=lambda trial: trial.error)
+    nearest = _find_nearest(everything, forms)
     groups = [group for group in forms[nearest.form] if group.name not in fixed]
     if impacts and not nearest.method:  # what could not be measured may be what hurts
         impacts = {**dict.fromkeys((group.name for group in groups), math.inf), **impacts}
