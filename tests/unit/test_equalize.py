@@ -310,6 +310,17 @@ def test_channels_below_the_bound_of_a_clip_are_scaled_up_to_it(tmp_path: Path) 
         assert (amax > 4 * given).any()
 
 
+def test_channels_of_any_size_become_alike(tmp_path: Path) -> None:
+    sizes = np.geomspace(1e-5, 1, WIDTH, dtype=np.float32)
+    weights = {"w1": normal(3, WIDTH) * sizes, "w2": normal(WIDTH, 3, seed=1) / sizes[:, None]}
+    nodes = [node("MatMul", "x w1", "a"), node("Relu", "a", "b"), node("MatMul", "b w2", "y")]
+    before, x = save_graph(tmp_path, nodes, weights, x=("n", 3)), normal(64, 3, seed=2)
+    after, done = written(before, measure_ranges(before, x, "b", axis=-1))
+    assert done.ratio_before > 1e4
+    assert done.ratio_after < 20
+    assert difference(before, after, x) < 1e-6
+
+
 def test_no_value_grows_on_the_data_that_were_seen(tmp_path: Path) -> None:
     """Weights say that small channels should become large; a bias would make them larger than all others."""
     nodes = [node("Conv", "x w1 b1", "a"), node("Relu", "a", "b"), node("Conv", "b w2", "y")]

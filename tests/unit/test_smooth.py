@@ -233,6 +233,18 @@ def test_without_a_free_place_only_a_multiplication_helps(tmp_path: Path, word: 
     assert found - given == {f"{value}_smooth"}
 
 
+def test_features_in_units_of_any_size_become_alike(tmp_path: Path) -> None:
+    """Weights made up for the units in training."""
+    units = np.geomspace(1e-6, 1e6, WIDTH, dtype=np.float32)
+    before = saved(tmp_path, [node("MatMul", "x w", "y")], {"w": normal(WIDTH, 8) / units[:, None]})
+    ranges = measured(before, "x", x=X * units)
+    after, done = written(before, ranges, insert=True, alpha=None)
+    assert done.ratio_before > 1e4
+    assert done.ratio_after < 2
+    assert difference(before, after, X * units) < 1e-6
+    assert done.error_after < 1e-3
+
+
 def test_a_multiplication_has_to_be_worth_it(tmp_path: Path) -> None:
     """A gain of a few percent is written where that is free, and not where it costs anything."""
     nodes, weights, value = normalized(1.2)

@@ -31,12 +31,11 @@ from enginesmith.pipeline.passes.quantize import layers
 from enginesmith.pipeline.passes.quantize.precisions import KINDS
 from enginesmith.pipeline.passes.rescale import labels, products
 from enginesmith.pipeline.passes.rescale.labels import ChannelLabels, Labels
-from enginesmith.pipeline.passes.rescale.products import Product
+from enginesmith.pipeline.passes.rescale.products import LARGEST_FACTOR, LARGEST_IDLE_FACTOR, Product
 from enginesmith.pipeline.tensors import Array
 
 _ROUNDS = 100
 _CONVERGED = 1e-3  # of a factor, relative
-_LARGEST_FACTOR = 2.0**10
 _DEAD = 1e-6  # of the largest range: channels below that do nothing
 _HEADROOM = 0.8  # share of a Clip's bound that channels are scaled up to, as other data may go beyond what was seen
 
@@ -83,7 +82,7 @@ class _Limits:
 
     @classmethod
     def find(cls, channel_labels: ChannelLabels, ranges: Ranges | None) -> Self:
-        smallest, largest = (np.full(channel_labels.count, end) for end in (1 / _LARGEST_FACTOR, _LARGEST_FACTOR))
+        smallest, largest = (np.full(channel_labels.count, end) for end in (1 / LARGEST_FACTOR, LARGEST_FACTOR))
         seen, awake, live = *np.zeros((2, channel_labels.count), bool), dict[ir.Node, Array]()
         for product, read in channel_labels.readers:
             magnitudes = _find_inputs(product, ranges)
@@ -109,7 +108,10 @@ class _Limits:
                 stays = cut | (reached == 0)  # of what is idle, nothing shows how far it is from the bound
                 np.maximum.at(smallest, channels, np.where(stays, 1, reached / (_HEADROOM * bound)))
                 np.minimum.at(largest, channels, np.where(cut, 1, np.inf))
-        return cls(np.minimum(smallest, 1), largest, tuple(gone), clipped, seen & ~awake, live)
+        idle = seen & ~awake
+        smallest[idle] = np.maximum(smallest[idle], 1 / LARGEST_IDLE_FACTOR)
+        largest[idle] = np.minimum(largest[idle], LARGEST_IDLE_FACTOR)
+        return cls(np.minimum(smallest, 1), largest, tuple(gone), clipped, idle, live)
 
 
 class _Equalizer:

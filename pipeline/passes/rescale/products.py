@@ -14,6 +14,11 @@ from enginesmith.pipeline.frameworks.onnx import edit, ir
 from enginesmith.pipeline.passes.rescale.axes import dims
 from enginesmith.pipeline.tensors import Array
 
+LARGEST_FACTOR = 2.0**40
+"""Largest factor of a channel: features in raw units are 10⁻⁶ to 10⁶. It leaves weights and activations a room of
+2**±86 in float32."""
+LARGEST_IDLE_FACTOR = 2.0**10
+"""Largest factor where nothing is known of a channel, as it is 0 on all data that were seen: other data may wake it."""
 _BIAS = 2
 _MATRIX_PRODUCTS = ("MatMul", "Gemm")
 

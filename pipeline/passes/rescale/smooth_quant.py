@@ -34,11 +34,19 @@ from enginesmith.pipeline.passes.quantize.quantizers import block_size, blocked
 from enginesmith.pipeline.passes.rescale import labels, products
 from enginesmith.pipeline.passes.rescale.axes import dims, find_axis, strip
 from enginesmith.pipeline.passes.rescale.labels import Labels
-from enginesmith.pipeline.passes.rescale.products import Product, inputs_first, match_columns
+from enginesmith.pipeline.passes.rescale.products import (
+    LARGEST_FACTOR,
+    LARGEST_IDLE_FACTOR,
+    Product,
+    inputs_first,
+    match_columns,
+)
 from enginesmith.pipeline.tensors import Array
 
 AWQ_EXPONENTS = (0.2, 0.4, 0.6, 0.8)
 _LARGEST = 2.0**10
+"""Largest factor that is tried at first, where more may do harm: of weights that read a channel of another unit
+beside others; the only one in int4, whose scales are often float16."""
 _TINY = 1e-30
 _MANY = 64
 _INT8_LEVELS = 127
@@ -70,7 +78,9 @@ def choose_smooth(
     largest = np.max(columns, axis=0).reshape(-1)
     alive = (amax > 0) & (largest > 0)
     base, met = np.where(alive, amax, 1.0), np.where(alive, largest, 1.0)
-    tried = (np.where(alive, _limit(base**each / met ** (1 - each)), 1.0) for each in exponents)
+    given = [base**each / met ** (1 - each) for each in exponents]
+    far = [_limit(each, LARGEST_FACTOR) for each in given if max(each.max(), 1 / each.min()) > _LARGEST]
+    tried = (np.where(alive, each, 1.0) for each in chain((_limit(each, _LARGEST) for each in given), far))
     matched = (_match_idle(columns, factors, amax > 0) for factors in chain([np.ones(len(amax))], tried))
     return _best(len(amax), matched, error or (lambda factors: _int8_error(weights, factors, statistics)))
 
@@ -102,7 +112,8 @@ def choose_awq(
     def center(values: Array) -> Array:
         if not alive.any():
             return ones
-        return np.where(alive, _limit(values / np.sqrt(values[alive].max() * values[alive].min())), 1.0)
+        centered = values / np.sqrt(values[alive].max() * values[alive].min())
+        return np.where(alive, _limit(centered, _LARGEST), 1.0)
 
     columns = _find_columns(weights)
     tried = (_match_idle(columns, center(np.where(alive, absolute, 1.0) ** each), alive) for each in exponents)
@@ -120,7 +131,7 @@ def _match_idle(columns: Sequence[Array], factors: Array, live: Array) -> Array:
         return factors
     scaled = (each * factors.reshape(each.shape) for each in columns)
     matched = np.min([match_columns(each, live.reshape(each.shape)) for each in scaled], axis=0).reshape(-1)
-    return np.where(live | np.isinf(matched), factors, _limit(matched))
+    return np.where(live | np.isinf(matched), factors, _limit(matched, LARGEST_IDLE_FACTOR))
 
 
 def _best(count: int, tried: Iterable[Array], error: Callable[[Array], float]) -> Choice:
@@ -132,8 +143,8 @@ def _best(count: int, tried: Iterable[Array], error: Callable[[Array], float]) -
     return Choice(best, before, least)
 
 
-def _limit(factors: Array) -> Array:
-    return np.clip(factors, 1 / _LARGEST, _LARGEST)
+def _limit(factors: Array, largest: float) -> Array:
+    return np.clip(factors, 1 / largest, largest)
 
 
 def _int8_error(
