@@ -224,7 +224,7 @@ def _search(
     yield sensitivity
     needs["sensitivity"] = sensitivity.id
     forms: dict[str, StepRef] = {}
-    for form, kind, task in _rescale(recipe, request, ranking):
+    for form, kind, task in _rescale(recipe, request, ranking, outputs=_round_outputs(recipe, step)):
         rescale = Step(sensitivity.id.with_kind(kind), task, dict(needs), dict(forms))
         yield rescale
         forms[form] = rescale.id
@@ -273,7 +273,16 @@ def _search(
     yield Step(StepRef("assign", *subject), assign, needs, later)
 
 
-def _rescale(recipe: Recipe, request: PrecisionRequest, ranking: Sensitivity) -> Iterator[tuple[str, str, Rescale]]:
+def _round_outputs(recipe: Recipe, step: PrecisionPass) -> bool:
+    """Tell whether one of the recipe's engines rounds all outputs of convolutions: they share the rescaled graphs."""
+    auto = recipe.quantization.placement == "auto"
+    placements = {engine_class(name).placement for name in recipe.engines} if auto else {step.placement}
+    return any(step.model_copy(update={"placement": each}).rounds_outputs for each in placements)
+
+
+def _rescale(
+    recipe: Recipe, request: PrecisionRequest, ranking: Sensitivity, *, outputs: bool
+) -> Iterator[tuple[str, str, Rescale]]:
     """Plan the forms of the graph with rescaled channels, each with the kind of its step.
 
     There are none where the recipe itself says how to rescale, or the data are made up.
@@ -293,5 +302,6 @@ def _rescale(recipe: Recipe, request: PrecisionRequest, ranking: Sensitivity) ->
                 calibration=_calibrate_task(recipe),
                 sensitivity=ranking,
                 only_weak=form == MULTIPLIED,
+                outputs=outputs,
             )
             yield form, kind, task

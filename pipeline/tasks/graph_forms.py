@@ -443,6 +443,8 @@ class Rescale(Task):
     """Passes that scale channels, each by the ranges of the graph that it gets."""
     only_weak: bool = False
     """True where the passes may only change what is read by groups that lose much."""
+    outputs: bool = True
+    """True where there is an engine that rounds all outputs of convolutions, and may lose much by that."""
     calibration: Calibrate
     sensitivity: Sensitivity
 
@@ -450,12 +452,12 @@ class Rescale(Task):
         form: Form = RESCALED if RESCALED in inputs else "given"
         (given, records), reference = find_form(form, inputs), inputs[REFERENCE]
         groups = _read_form(form, inputs)
-        of_outputs = not self.only_weak  # factors before a product change nothing in what it writes
+        of_outputs = self.outputs and not self.only_weak  # factors before a product change nothing in what it writes
         weak = [(least, group.name) for group in groups if (least := _find_least(group, of_outputs)) is not None]
         weak = sorted(pair for pair in weak if pair[0] < WEAK_DB)
         if not weak:
             what = f"every group has an SQNR of {WEAK_DB:g} dB or more"
-            until = " until its output is rounded" if any(map(_loses_output, groups)) else ""
+            until = " until its output is rounded" if self.outputs and any(map(_loses_output, groups)) else ""
             return _pass_on(given, out, f"not needed: {what}{until}")
         model, summaries, reads = given, list[str](), set[Path]()
         with tempfile.TemporaryDirectory(prefix="enginesmith-rescale-") as scratch:

@@ -165,6 +165,10 @@ def test_forms_are_made_for_what_rounded_outputs_lose_and_tried_by_engines_that_
     assert "not needed" not in effect.rejected
     multiplied = task.model_copy(update={"only_weak": True}).run(inputs, tmp_path / "multiplied", lambda _: None)
     assert multiplied.rejected.endswith("25 dB or more until its output is rounded")
+    for only_weak in (False, True):
+        unneeded = task.model_copy(update={"outputs": False, "only_weak": only_weak})
+        rejected = unneeded.run(inputs, tmp_path / "multiplied", lambda _: None).rejected
+        assert rejected == "not needed: every group has an SQNR of 25 dB or more"
     (tmp_path / "rescaled" / RECORDS).write_bytes(inputs[SENSITIVITY].path.read_bytes())
     inputs["rescaled"] = record(tmp_path / "rescaled" / RECORDS)
     for placement, forms in (("inputs+outputs", {"rescaled", "given"}), ("inputs+read outputs", {"given"})):

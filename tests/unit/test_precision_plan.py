@@ -188,6 +188,25 @@ def test_engines_with_the_same_rules_for_inputs_share_a_ranking() -> None:
 
 
 @pytest.mark.parametrize(
+    ("engines", "placement", "wanted"),
+    [
+        (("onnxruntime", "openvino"), "auto", True),
+        (("openvino",), "auto", False),
+        (("openvino",), "onnxruntime", True),
+        (("onnxruntime",), "openvino", False),
+    ],
+)
+def test_a_graph_is_rescaled_for_rounded_outputs_where_an_engine_rounds_them(
+    engines: tuple[str, ...], placement: str, wanted: bool
+) -> None:
+    made = planned(
+        engines=engines, precisions=["int8"], data="digits", quantization={"placement": placement, "weight_bits": 8}
+    )
+    rescaling = {step.task.outputs for step in made.steps if isinstance(step.task, Rescale)}
+    assert rescaling == {wanted}
+
+
+@pytest.mark.parametrize(
     ("units", "presets"), [(("avx2",), ("mixed", "mixed")), (("avx512_vnni", "amx_int8"), ("mixed", "performance"))]
 )
 def test_nncf_is_a_variant_beside_our_own(
