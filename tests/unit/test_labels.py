@@ -29,6 +29,8 @@ OPERATORS += (
     "LayerNormalization",
     "Clip",
     "experts",
+    "BatchNormalization",
+    "InstanceNormalization",
 )
 
 
@@ -150,6 +152,10 @@ class RandomGraph:
                 weight = self.normal(count, 6) if word == "MatMul" else f"{self.normal(count)} {self.normal(count)}"
                 width = 6 if word == "MatMul" else count
                 self.add("Transpose", self.add(word, f"{last} {weight}"), width, perm=[0, 3, 1, 2])
+            case "BatchNormalization" | "InstanceNormalization":
+                given = [self.normal(count) for _ in range(3 if word == "BatchNormalization" else 2)]
+                given += [self.constant(np.full(count, 2, np.float32))] if word == "BatchNormalization" else []
+                self.add(word, f"{value} {' '.join(given)}", count, epsilon=0.25 if len(given) > 2 else 1e-7)
             case "experts":
                 self.ask_experts(value, count)
             case "reduce":
@@ -305,6 +311,32 @@ def test_the_scale_of_a_normalization_takes_the_factors(tmp_path: Path, between:
     read = next(each for product, each in found.readers if product.node.outputs[0].name == "y")
     assert not found.fixed[read].any()
     assert [each.tolist() for taker, _, each in found.constants if taker.op_type == "Mul"] == [[[read.tolist()]]]
+
+
+def normalize(word: str) -> tuple[onnx.NodeProto, Weights]:
+    """Normalize ``a`` of 4 channels as ``b``, each channel with constants of its own."""
+    count = 4 if word == "BatchNormalization" else 2
+    weights = {f"g{index}": np.abs(normal(4, seed=index)) + 0.5 for index in range(count)}
+    return node(word, f"a {' '.join(weights)}", "b"), weights
+
+
+@pytest.mark.parametrize("word", ["BatchNormalization", "InstanceNormalization"])
+def test_scale_and_shift_of_channels_take_factors_from_behind(tmp_path: Path, word: str) -> None:
+    between, weights = normalize(word)
+    nodes = [node("Sigmoid", "x", "a"), between, node("Relu", "b", "c"), node("Conv", "c v", "y")]
+    path, x = save_graph(tmp_path, nodes, {**weights, "v": normal(3, 4, 1, 1)}, x=("n", 4, 6, 6)), normal(2, 4, 6, 6)
+    model, before = edit.load(path), run_model(ir.load(path), {"x": x})["y"]
+    found = labels.label(model, products.find(model))
+    read = found.readers[0][1]
+    assert not found.fixed[read].any()
+    assert [(index, each.tolist()) for _, index, each in found.constants[:2]] == [
+        (1, read.tolist()),
+        (2, read.tolist()),
+    ]
+    factors = np.ones(found.count)
+    factors[read] = 2.0 ** np.arange(4)
+    found.divide(factors)
+    np.testing.assert_allclose(run_model(model, {"x": x})["y"], before, rtol=1e-4, atol=1e-5)
 
 
 EXPERTS, INNER = 3, 4

@@ -96,6 +96,23 @@ def test_outlier_channels_no_longer_cost_the_others_their_bits(tmp_path: Path) -
         assert int8_product(after, "v", name) > int8_product(before, "v", name) + 5
 
 
+@pytest.mark.parametrize("word", ["BatchNormalization", "InstanceNormalization"])
+def test_a_normalization_of_channels_evens_out_what_it_writes(tmp_path: Path, word: str) -> None:
+    weights = {"g": uneven(), "s": normal(WIDTH) * uneven()}
+    weights |= {"m": normal(WIDTH, seed=3), "d": np.ones(WIDTH, np.float32)} if word == "BatchNormalization" else {}
+    nodes = [node(word, f"x {' '.join(weights)}", "a"), node("Relu", "a", "v"), node("Conv", "v w", "y")]
+    before = saved(tmp_path, nodes, {**weights, "w": normal(8, WIDTH, 1, 1)}, shape=("n", WIDTH, 4, 4))
+    x = normal(8, WIDTH, 4, 4)
+    after, done = written(before, measured(before, "v", axis=1, x=x))
+    assert (done.products, done.values, done.inserted) == (1, 1, 0)
+    assert difference(before, after, x) < 1e-6
+    ratios = [
+        values.max() / np.median(values)
+        for values in (np.abs(evaluate(path, x, "v")["v"]).max((0, 2, 3)) for path in (before, after))
+    ]
+    assert ratios[1] < ratios[0] / 3
+
+
 def test_the_factors_are_those_of_the_paper(tmp_path: Path) -> None:
     nodes, weights, _ = normalized()
     before = saved(tmp_path, nodes, weights)

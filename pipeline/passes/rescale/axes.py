@@ -10,6 +10,10 @@ from enginesmith.pipeline.tensors import Array
 
 MOST = 1 << 22
 """Elements of what is spread out along several axes."""
+Labels = Array
+"""Whole numbers with the rank of a value, that broadcast to its shape."""
+UNREAD = -1
+"""The label of channels that nothing reads."""
 
 
 def strip(array: Array) -> Array:

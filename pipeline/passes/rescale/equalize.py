@@ -30,7 +30,8 @@ from enginesmith.pipeline.passes.graph_pass import GraphPass
 from enginesmith.pipeline.passes.quantize import layers
 from enginesmith.pipeline.passes.quantize.precisions import KINDS
 from enginesmith.pipeline.passes.rescale import labels, products
-from enginesmith.pipeline.passes.rescale.labels import ChannelLabels, Labels
+from enginesmith.pipeline.passes.rescale.axes import Labels
+from enginesmith.pipeline.passes.rescale.labels import ChannelLabels
 from enginesmith.pipeline.passes.rescale.products import LARGEST_FACTOR, LARGEST_IDLE_FACTOR, Product
 from enginesmith.pipeline.tensors import Array
 

@@ -32,8 +32,7 @@ from enginesmith.pipeline.passes.graph_pass import GraphPass
 from enginesmith.pipeline.passes.quantize.precisions import KINDS
 from enginesmith.pipeline.passes.quantize.quantizers import block_size, blocked
 from enginesmith.pipeline.passes.rescale import labels, products
-from enginesmith.pipeline.passes.rescale.axes import dims, find_axis, strip
-from enginesmith.pipeline.passes.rescale.labels import Labels
+from enginesmith.pipeline.passes.rescale.axes import Labels, dims, find_axis, strip
 from enginesmith.pipeline.passes.rescale.products import (
     LARGEST_FACTOR,
     LARGEST_IDLE_FACTOR,
