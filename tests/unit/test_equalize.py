@@ -391,6 +391,81 @@ def test_what_nothing_wakes_does_not_come_nearer_to_the_bound_of_a_clip(tmp_path
     assert (rows <= 1.0001 * given).all()
 
 
+ENDS: dict[str, Weights] = {
+    "BatchNormalization": {f"g{index}": np.abs(normal(WIDTH, seed=index)) + 0.5 for index in range(4)},
+    "InstanceNormalization": {"g": normal(WIDTH), "s": normal(WIDTH, seed=1)},
+    "Mul": {"g": normal(WIDTH, 1, 1)},
+}
+
+
+def pre_activation(folder: Path, word: str, **attributes: Any) -> Path:
+    """Two products, with one sum of theirs, in front of what takes factors back; channels are apart by 1000."""
+    given, sizes = ENDS[word], scales(WIDTH)[:, None, None, None]
+    weights = {"w1": normal(WIDTH, 3, 1, 1) * sizes, "w2": normal(WIDTH, 3, 1, 1, seed=7) * sizes, **given}
+    nodes = [node("Conv", "x w1", "a"), node("Conv", "x w2", "b"), node("Add", "a b", "c")]
+    nodes += [node(word, f"{value} {' '.join(given)}", f"{value}2", **attributes) for value in "ac"]
+    return save_graph(
+        folder, [*nodes, node("Sigmoid", "a2", "y"), node("Sigmoid", "c2", "z")], weights, "y z", x=("n", 3, 8, 8)
+    )
+
+
+def spread(path: Path, x: Any, *values: str) -> list[float]:
+    """Measure the largest over the smallest channel of each value."""
+    found = evaluate(path, x, *values)
+    sizes = [np.abs(found[name]).max(axis=(0, 2, 3)) for name in values]
+    return [float(each.max() / each.min()) for each in sizes]
+
+
+@pytest.mark.parametrize("word", ENDS)
+def test_channels_that_only_normalizations_or_factors_read_become_alike(tmp_path: Path, word: str) -> None:
+    attributes = {"epsilon": 1e-12} if word == "InstanceNormalization" else {}
+    before, x = pre_activation(tmp_path, word, **attributes), image()
+    ranges = measure_ranges(before, x, "a", "b", "c")
+    after, done = written(before, ranges)
+    assert min(spread(before, x, "a", "b", "c")) > 100
+    assert max(spread(after, x, "a", "b", "c")) < 10
+    assert (done.ties, done.leveled.values) == (0, 3)
+    assert done.leveled.after < 10 < 100 < done.leveled.before
+    values = evaluate(after, x, "a", "b", "c")
+    assert all(np.abs(values[name]).max() <= 1.0001 * max(known.amax) for name, known in ranges.channels.items())
+    assert difference(before, after, x) < 1e-5
+
+
+def test_what_only_one_normalization_reads_becomes_as_large_as_the_largest_channel(tmp_path: Path) -> None:
+    weights = {"w": normal(WIDTH, 3, 1, 1) * scales(WIDTH, 2.0)[:, None, None, None], **ENDS["BatchNormalization"]}
+    nodes = [node("Conv", "x w", "a"), node("Relu", "a", "r"), node("BatchNormalization", "r g0 g1 g2 g3", "y")]
+    before, x = save_graph(tmp_path, nodes, weights, x=("n", 3, SIDE, SIDE)), image()
+    after, _ = written(before, measure_ranges(before, x, "r"))
+    assert spread(after, x, "r")[0] == pytest.approx(1, rel=1e-4)
+    assert written(before)[1].leveled.values == 0  # without ranges, nothing is known of them
+
+
+def test_variances_that_an_instance_normalization_adds_much_to_stay(tmp_path: Path) -> None:
+    before, x = pre_activation(tmp_path, "InstanceNormalization", epsilon=1e-5), image()
+    after, done = written(before, measure_ranges(before, x, "a", "b", "c"))
+    first, second = (np.abs(evaluate(path, x, "a")["a"]).max(axis=(0, 2, 3)) for path in (before, after))
+    small = np.minimum(*(evaluate(before, x, name)[name].var(axis=(0, 2, 3)) for name in "ac")) * 1e-4 < 1e-5
+    assert 0 < small.sum() < WIDTH - 1
+    np.testing.assert_array_equal(first[small], second[small])
+    assert (second[~small] > 1.5 * first[~small]).any()
+    assert difference(before, after, x) < 1e-4
+    assert done.leveled.values == 3
+
+
+def test_what_products_read_beside_a_normalization_does_not_outgrow_the_largest_channel(tmp_path: Path) -> None:
+    """The weights alone would make the small channels large."""
+    weights = {"w1": normal(WIDTH, 3, 1, 1), "b1": np.ones(WIDTH, np.float32), "w2": normal(3, WIDTH, 1, 1)}
+    weights |= {"w1": weights["w1"] * scales(WIDTH)[:, None, None, None], **ENDS["BatchNormalization"]}
+    nodes = [node("Conv", "x w1 b1", "a"), node("Relu", "a", "b"), node("Conv", "b w2", "y")]
+    nodes.append(node("BatchNormalization", "a g0 g1 g2 g3", "z"))
+    before, x = save_graph(tmp_path, nodes, weights, "y z", x=("n", 3, SIDE, SIDE)), image()
+    ranges = measure_ranges(before, x, "a")
+    after, done = written(before, ranges)
+    assert (done.ties, done.leveled.values) == (1, 0)
+    assert np.abs(evaluate(after, x, "a")["a"]).max() <= 1.0001 * max(ranges.channels["a"].amax)
+    assert difference(before, after, x) < 1e-5
+
+
 def applied(path: Path, out: Path, records: Mapping[str, Artifact] | None = None, **options: Any) -> Effect:
     out.mkdir(parents=True)
     return run_pass(CrossLayerEqualization(**options), artifact(path), out, lambda text: None, records or {})
@@ -413,6 +488,17 @@ def test_what_has_nothing_to_equalize_is_passed_on(tmp_path: Path) -> None:
     assert "unchanged" in effect.summary
     assert effect.notes == ("no two neighboring layers have channels to equalize",)
     assert (tmp_path / "a" / effect.file).read_bytes() == before.read_bytes()
+
+
+def test_the_pass_notes_that_channels_in_front_of_normalizations_are_alike(tmp_path: Path) -> None:
+    before = pre_activation(tmp_path, "BatchNormalization")
+    record = tmp_path / "ranges.json"
+    record.write_text(measure_ranges(before, image(), "a", "b", "c").model_dump_json())
+    effect = applied(before, tmp_path / "a", {"ranges": artifact(record, "record")})
+    assert effect.notes[0].startswith(
+        "channels of 3 values that only normalizations or factors read are alike now; larg"
+    )
+    assert difference(before, tmp_path / "a" / effect.file, image()) < 1e-5
 
 
 def test_the_pass_notes_what_became_of_clips(tmp_path: Path) -> None:

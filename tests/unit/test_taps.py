@@ -139,6 +139,16 @@ def test_what_is_scaled_along_with_a_product_has_channels(tmp_path: Path) -> Non
     assert seen(tmp_path, nodes, weights, shape=("batch", 5, 4)).channels == {"x": -1, "mean": -1, "kept": 2}
 
 
+def test_what_a_normalization_takes_the_sizes_of_has_channels(tmp_path: Path) -> None:
+    nodes = (
+        helper.make_node("Conv", ["x", "w"], ["a"]),
+        helper.make_node("InstanceNormalization", ["a", "g", "g"], ["b"]),
+        helper.make_node("Sigmoid", ["b"], ["y"]),
+    )
+    weights = {"w": np.ones((3, 4, 1, 1), np.float32), "g": np.ones(3, np.float32)}
+    assert seen(tmp_path, nodes, weights, ("n", 4, 5, 5)).channels == {"x": 1, "a": 1}
+
+
 def test_another_shape_of_the_same_numbers_is_read_out_only_for_its_channels(tmp_path: Path) -> None:
     nodes = (
         helper.make_node("Exp", ["x"], ["made"]),

@@ -7,6 +7,8 @@ from os import sched_getaffinity
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from enginesmith.pipeline.errors import ModelError
 from enginesmith.pipeline.frameworks.onnx import edit, evaluator, ir, model_file
 from enginesmith.pipeline.passes.quantize.layers import CONVOLUTIONS, PRODUCTS, SAME_NUMBERS
@@ -154,10 +156,13 @@ def find_calibration_points(model: "ir.Model") -> CalibrationPoints:
             if data is not None and data.name in floats and factor is not None and _is_constant(factor) and plain:
                 channels.setdefault(str(data.name), 1 if node.op_type in CONVOLUTIONS else -1)
     channel_labels = label(model, find(model))
+    ended = np.zeros(channel_labels.count, bool)
+    for end in channel_labels.ends:
+        ended[end.labels] = True
     for value, labels in channel_labels.values.items():
-        mixed = value.name in histograms and any(use.node.op_type in _MIXING for use in value.uses())
+        mixed = ended[labels].any() or any(use.node.op_type in _MIXING for use in value.uses())
         axis = find_axis(labels)
-        if mixed and axis is not None and not channel_labels.fixed[labels].all():
+        if mixed and value.name in histograms and axis is not None and not channel_labels.fixed[labels].all():
             channels.setdefault(str(value.name), axis)
     return CalibrationPoints(tuple(map(str, floats)), frozenset(histograms), channels, frozenset(products), same)
 

@@ -12,8 +12,8 @@ MOST = 1 << 22
 """Elements of what is spread out along several axes."""
 Labels = Array
 """Whole numbers with the rank of a value, that broadcast to its shape."""
-UNREAD = -1
-"""The label of channels that nothing reads."""
+FIXED, UNREAD = 0, -1
+"""Labels of channels that cannot be scaled, and of those that nothing reads."""
 
 
 def strip(array: Array) -> Array:

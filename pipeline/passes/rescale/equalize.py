@@ -11,7 +11,9 @@ Beyond the paper: where ranges of real data are known, no channel is made larger
 the scale that all of them share would grow with it. Of a channel that is 0 throughout these data, as some are behind a
 ReLU, the weights that read it become as large as the median of the others: larger ones would set the scale of a row
 for nothing, and much smaller ones would make the channel large once other data wake it. A Clip (ReLU6) is only passed
-by channels that stay below its bound, on those data and by some margin after they were scaled.
+by channels that stay below its bound, on those data and by some margin after they were scaled. Channels that only
+normalizations or constant factors read become as large as the largest one
+(:mod:`~enginesmith.pipeline.passes.rescale.ends`).
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -29,8 +31,9 @@ from enginesmith.pipeline.passes.base import PrecisionRequest, Progress, Records
 from enginesmith.pipeline.passes.graph_pass import GraphPass
 from enginesmith.pipeline.passes.quantize import layers
 from enginesmith.pipeline.passes.quantize.precisions import KINDS
-from enginesmith.pipeline.passes.rescale import labels, products
+from enginesmith.pipeline.passes.rescale import ends, labels, products
 from enginesmith.pipeline.passes.rescale.axes import Labels
+from enginesmith.pipeline.passes.rescale.ends import Spread
 from enginesmith.pipeline.passes.rescale.labels import ChannelLabels
 from enginesmith.pipeline.passes.rescale.products import LARGEST_FACTOR, LARGEST_IDLE_FACTOR, Product
 from enginesmith.pipeline.tensors import Array
@@ -53,6 +56,8 @@ class EqualizationResult:
     clips_replaced: int
     clips_left: int
     """Ties that were left alone for a Clip in them."""
+    leveled: Spread
+    """Values whose channels were made alike as only what takes factors back reads them."""
 
 
 def equalize_cross_layer(model: "ir.Model", ranges: Ranges | None) -> EqualizationResult:
@@ -78,6 +83,8 @@ class _Limits:
     """Labels that stay, as it is not known where a Clip cuts."""
     idle: Array
     """Labels whose channels are 0 wherever something is known of them."""
+    levels: Array
+    """Divisors of labels that no product reads; 1 for all others."""
     live: "dict[ir.Node, Array]"
     """For products of which that is known: which of their inputs are ever anything but 0."""
 
@@ -112,7 +119,9 @@ class _Limits:
         idle = seen & ~awake
         smallest[idle] = np.maximum(smallest[idle], 1 / LARGEST_IDLE_FACTOR)
         largest[idle] = np.minimum(largest[idle], LARGEST_IDLE_FACTOR)
-        return cls(np.minimum(smallest, 1), largest, tuple(gone), clipped, idle, live)
+        ended = ends.find_limits(channel_labels, ranges, LARGEST_IDLE_FACTOR)
+        smallest, largest = np.maximum(smallest, ended.smallest), np.minimum(largest, ended.largest)
+        return cls(np.minimum(smallest, 1), largest, tuple(gone), clipped, idle, ended.levels, live)
 
 
 class _Equalizer:
@@ -120,6 +129,7 @@ class _Equalizer:
 
     def __init__(self, channel_labels: ChannelLabels, every: Sequence[Product], ranges: Ranges | None) -> None:
         self._labels, self._limits = channel_labels, _Limits.find(channel_labels, ranges)
+        self._ranges = ranges
         self._factors = np.ones(channel_labels.count)
         self._magnitudes: dict[ir.Node, Array] = {}  # the largest at each output and input of a group
         for product in every:
@@ -177,7 +187,8 @@ class _Equalizer:
     def finish(self, before: float, after: float) -> EqualizationResult:
         """Write the factors into the graph."""
         changed = [each for each in self.sets if np.abs(self._factors[each.labels] - 1).max() > _CONVERGED]
-        factors = np.ones(self._labels.count)
+        factors = self._limits.levels
+        leveled = ends.measure_spread(self._labels, self._ranges, factors)
         for each in changed:
             factors[each.labels] = self._factors[each.labels]
         self._labels.divide(factors)
@@ -193,6 +204,7 @@ class _Equalizer:
             ratio_after=after,
             clips_replaced=len(gone),
             clips_left=self.clipped,
+            leveled=leveled,
         )
 
 
@@ -326,7 +338,12 @@ class CrossLayerEqualization(GraphPass):
         if done.clips_left:
             why = "cuts every channel" if known is not None else "may cut, and there are no ranges that show where"
             notes.append(f"{done.clips_left} sets of channels were left alone, as a Clip {why}")
-        if not done.ties:
+        if leveled := done.leveled.values:
+            ratios = f"largest channel ratio {done.leveled.before:.3g} → {done.leveled.after:.3g}"
+            notes.append(
+                f"channels of {leveled} values that only normalizations or factors read are alike now; {ratios}"
+            )
+        if not (done.ties or leveled):
             return edit.pass_on(artifact.path, out, "no two neighboring layers have channels to equalize", *notes)
         progress("writing")
         return self.save(

@@ -2,23 +2,33 @@
 
 f(s·x) = s·f(x) for a factor s > 0 of each channel, through operators that pass factors on exactly or only move channels
 about. So channels get labels where a product reads them, and labels go backwards from there, through all that passes
-factors on, to what can take them: another product, a normalization, a constant. Where two ways meet, in an addition or
-as a value has several readers, labels become equal. The label 0 is that of channels that cannot be scaled.
+factors on, to what can take them: another product, a normalization, a constant. Channels get labels, too, where
+something reads them that takes their factors back: a normalization of each channel, or a constant factor. Where two
+ways meet, in an addition or as a value has several readers, labels become equal. The label 0 is that of channels that
+cannot be scaled.
 """
 
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import numpy as np
 
 from enginesmith.pipeline.frameworks.onnx import edit, ir
 from enginesmith.pipeline.passes.rescale import rules
-from enginesmith.pipeline.passes.rescale.axes import MOST, UNREAD, Labels, dims, find_axis, strip
+from enginesmith.pipeline.passes.rescale.axes import FIXED, MOST, UNREAD, Labels, dims, find_axis, strip
 from enginesmith.pipeline.passes.rescale.products import Product, inputs_first
 from enginesmith.pipeline.tensors import Array
 
-_FIXED = 0
+
+class End(NamedTuple):
+    """A value whose reader takes back what its channels are divided by."""
+
+    value: "ir.Value"
+    labels: Labels
+    epsilon: float = 0.0
+    """What the reader adds to the variance of each channel: beside it, this has to stay small."""
 
 
 @dataclass
@@ -35,6 +45,9 @@ class ChannelLabels:
     """For each writer, by what constants multiply its channels before these meet others of their label."""
     constants: "list[tuple[ir.Node, int, Labels]]" = field(default_factory=list)
     """Inputs of nodes that have to be scaled along: biases, scales of normalizations."""
+    returned: "list[tuple[ir.Node, int, Labels]]" = field(default_factory=list)
+    """Inputs of nodes that take factors back: they have to be multiplied by what the channels are divided by."""
+    ends: list[End] = field(default_factory=list)
     clips: "list[tuple[ir.Node, Labels]]" = field(default_factory=list)
     """Clips on the way. They pass factors on only below their bound: whoever scales has to look."""
     sources: "list[tuple[ir.Value, Labels]]" = field(default_factory=list)
@@ -54,9 +67,10 @@ class ChannelLabels:
                     sides.setdefault(product.weight, (product, [None, None]))[1][side] = given[labels]
         for product, (outputs, inputs) in sides.values():
             product.scale(outputs, inputs)
-        for node, index, labels in self.constants:
-            if (factors[labels] != 1).any():
-                edit.multiply(node, index, strip(1 / factors[labels]))
+        for constants, given in ((self.constants, 1 / factors), (self.returned, factors)):
+            for node, index, labels in constants:
+                if (given[labels] != 1).any():
+                    edit.multiply(node, index, strip(given[labels]))
 
 
 def label(model: "ir.Model", products: Sequence[Product]) -> ChannelLabels:
@@ -108,6 +122,18 @@ class Labeling:
         labels = self.tie(labels, range(extra)).reshape(labels.shape[extra:])
         return self.tie(labels, (axis for axis, size in enumerate(sizes) if size == 1))
 
+    def begin(self, count: int) -> Labels:
+        """Return new labels for some channels."""
+        self.found.count += count
+        return np.arange(self.found.count - count, self.found.count)
+
+    def end(self, value: "ir.Value | None", axis: int, count: int, epsilon: float = 0.0) -> Labels:
+        """Return labels for what a node reads whose channels can be scaled without what is behind it."""
+        assert value is not None
+        labels = self.begin(count).reshape([count if each == axis else 1 for each in range(len(dims(value)))])
+        self.found.ends.append(End(value, labels, epsilon))
+        return labels
+
     def equate(self, first: Labels, second: Labels) -> None:
         """Make labels equal; both broadcast to one shape."""
         self._equal.append((first, second))
@@ -119,11 +145,10 @@ class Labeling:
         if factors.size > 1 and find_axis(factors) is None:
             return labels
         given, factors = np.broadcast_arrays(labels, factors)
-        first = self.found.count
-        own = np.arange(first, first + given.size).reshape(given.shape)
+        every = np.arange(self.found.count)
         behind = self._find_passed(given) * factors
-        self._passed = np.append(self._find_passed(np.arange(first)), behind)
-        self.found.count += given.size
+        self._passed = np.append(self._find_passed(every), behind)
+        own = self.begin(given.size).reshape(given.shape)
         self.equate(own, given)
         return np.where(given == UNREAD, given, own)
 
@@ -144,8 +169,7 @@ class Labeling:
             self.found.passed[product.node] = self._find_passed(every)
         if every is None or not product.private:
             self._fix(written)
-        read = np.arange(self.found.count, self.found.count + product.inputs)
-        self.found.count += product.inputs
+        read = self.begin(product.inputs)
         self.found.readers.append((product, read))
         self._read(product.data, product.lay_out_inputs(read))
         uses = {self._describe_use(use.node, use.idx) for use in product.weight.uses()}
@@ -172,7 +196,7 @@ class Labeling:
         if value is None:
             return
         sizes = dims(value)
-        given = np.full((1,) * len(sizes), _FIXED)
+        given = np.full((1,) * len(sizes), FIXED)
         if labels is not None:
             same_rank = labels.ndim == len(sizes) and value.const_value is None
             if same_rank and all(ours in (1, size) for ours, size in zip(labels.shape, sizes, strict=True)):
@@ -198,7 +222,7 @@ class Labeling:
             self.found.sources.append((value, labels))
 
     def _fix(self, labels: Labels) -> None:
-        self.equate(np.full((1,) * labels.ndim, _FIXED), labels)
+        self.equate(np.full((1,) * labels.ndim, FIXED), labels)
 
     def _settle(self) -> ChannelLabels:
         """Give equal labels the smallest of them."""
@@ -214,14 +238,16 @@ class Labeling:
             smallest = smallest[smallest]
         while (smallest[smallest] != smallest).any():
             smallest = smallest[smallest]
-        settled = np.append(smallest, _FIXED)  # the last is where -1 points to
+        settled = np.append(smallest, FIXED)  # the last is where -1 points to
         return ChannelLabels(
             count=channel_labels.count,
-            fixed=smallest == _FIXED,
+            fixed=smallest == FIXED,
             readers=[(product, settled[labels]) for product, labels in channel_labels.readers],
             writers=[(product, settled[labels]) for product, labels in channel_labels.writers],
             passed=channel_labels.passed,
             constants=[(node, index, settled[labels]) for node, index, labels in channel_labels.constants],
+            returned=[(node, index, settled[labels]) for node, index, labels in channel_labels.returned],
+            ends=[End(value, settled[labels], epsilon) for value, labels, epsilon in channel_labels.ends],
             clips=[(node, settled[labels]) for node, labels in channel_labels.clips],
             sources=[(value, settled[labels]) for value, labels in channel_labels.sources],
             values={

@@ -8,7 +8,16 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from enginesmith.pipeline.frameworks.onnx import edit, ir
-from enginesmith.pipeline.passes.rescale.axes import MOST, UNREAD, Labels, dims, reshape_back, transpose_back
+from enginesmith.pipeline.passes.rescale.axes import (
+    FIXED,
+    MOST,
+    UNREAD,
+    Labels,
+    dims,
+    find_axis,
+    reshape_back,
+    transpose_back,
+)
 from enginesmith.pipeline.passes.rescale.products import Product
 from enginesmith.pipeline.tensors import Array
 
@@ -144,11 +153,12 @@ def _move_through_mul(labeling: "Labeling", node: "ir.Node", labels: Labels) -> 
     factor = _find_factor(node)
     if factor is not None:
         other = node.inputs[1 - factor]
-        if _is_only_for(other, labeling.scalable) and len(dims(other)) == labels.ndim:
+        asked = (labels > FIXED).any()  # else nothing behind has factors to pass on
+        if asked and _is_only_for(other, labeling.scalable) and len(dims(other)) == labels.ndim:
             constant = edit.read(node.inputs[factor])
             return {1 - factor: labels if constant is None else labeling.pass_factor(labels, constant)}
         labeling.found.constants.append((node, factor, labels))
-        return {}
+        return _end_at_factor(labeling, node, factor, labels.ndim)
     first, other = node.inputs
     sizes = dims(node.outputs[0])
     wide = [index for index, value in enumerate(node.inputs) if dims(value) == sizes]
@@ -157,6 +167,17 @@ def _move_through_mul(labeling: "Labeling", node: "ir.Node", labels: Labels) -> 
     if len(wide) == 2:
         wide = [index for index in wide if _is_only_for(node.inputs[index], labeling.scalable)]
     return {wide[0]: labels} if wide else None
+
+
+def _end_at_factor(labeling: "Labeling", node: "ir.Node", factor: int, rank: int) -> _Moved:
+    """Let a constant factor of each channel take back what is done to what it multiplies."""
+    numbers = edit.read(node.inputs[factor])
+    axis = find_axis(numbers) if numbers is not None else None
+    if numbers is None or axis is None or len(dims(node.inputs[1 - factor])) != rank:
+        return {}
+    before = labeling.end(node.inputs[1 - factor], axis + rank - numbers.ndim, numbers.size)
+    labeling.found.returned.append((node, factor, before))
+    return {1 - factor: before}
 
 
 def _move_through_div(labeling: "Labeling", node: "ir.Node", labels: Labels) -> _Moved:
@@ -201,12 +222,26 @@ def _move_through_normalization(labeling: "Labeling", node: "ir.Node", labels: L
 
 
 def _move_through_channel_normalization(labeling: "Labeling", node: "ir.Node", labels: Labels) -> _Moved:
-    """End at the scale and the shift of BatchNormalization or InstanceNormalization: one of each per channel."""
-    if labels.ndim < 2 or not all(edit.is_factor(node.inputs[index]) for index in (1, 2)):
+    """End at the scale and the shift of BatchNormalization or InstanceNormalization: one of each per channel.
+
+    What they read can be scaled apart from that. InstanceNormalization divides by what deviation there is; that of
+    BatchNormalization is constant, so its mean is scaled along, and its scale takes the factor back.
+    """
+    own_statistics = node.op_type == "InstanceNormalization"
+    given = [edit.read(node.inputs[index]) for index in range(1, 3 if own_statistics else 5)]
+    scale = given[0]
+    known = all(numbers is not None and numbers.dtype == np.float32 for numbers in given)
+    training = node.attributes.get_int("training_mode", 0) != 0
+    if labels.ndim < 2 or scale is None or not known or training:
         return None
     behind = labeling.tie(labels, (axis for axis in range(labels.ndim) if axis != 1)).reshape(-1)
     labeling.found.constants.extend((node, index, behind) for index in (1, 2))
-    return {}
+    epsilon = node.attributes.get_float("epsilon", 1e-5) if own_statistics else 0.0
+    before = labeling.end(node.inputs[0], 1, scale.size, epsilon)
+    if not own_statistics:
+        labeling.found.constants.append((node, 3, before.reshape(-1)))
+        labeling.found.returned.append((node, 1, before.reshape(-1)))
+    return {0: before}
 
 
 def _move_through_reduction(labeling: "Labeling", node: "ir.Node", labels: Labels) -> _Moved:
@@ -220,6 +255,9 @@ def _move_through_reduction(labeling: "Labeling", node: "ir.Node", labels: Label
 
 def _move_through_reshape(labeling: "Labeling", node: "ir.Node", labels: Labels) -> _Moved:
     moved = reshape_back(labels, node)
+    for axis in range(moved.ndim if moved is not None else 0):
+        if moved is not None and (moved == moved.take([0], axis)).all():  # one label for a whole group of channels
+            moved = moved.take([0], axis)
     return None if moved is None else {0: moved}
 
 
