@@ -196,6 +196,14 @@ def chain(word: str) -> tuple[list[onnx.NodeProto], Weights, tuple[Any, ...]]:
             nodes += [node("Concat", "b d", "e", axis=1), node("Reshape", "e two", "f")]
             nodes += [node("Transpose", "f", "g", perm=[0, 2, 1, 3, 4]), node("Reshape", "g one", "h")]
             return [*nodes, node("Conv", "h w2", "y")], places, pixels
+        case "pixel shuffle":  # four channels become one, with one factor
+            rows_of_blocks = np.repeat(uneven[:, None, None, None], 4, 0)
+            places |= {
+                "w1": normal(4 * WIDTH, 3, 3, 3) * rows_of_blocks,
+                "b1": normal(4 * WIDTH) * rows_of_blocks[:, 0, 0, 0],
+            }
+            nodes = [node("Conv", "x w1 b1", "a"), node("DepthToSpace", "a", "b", blocksize=2, mode="CRD")]
+            return [*nodes, node("Relu", "b", "c"), node("Conv", "c w2", "y")], places, pixels
         case "squeeze-and-excitation":
             places |= {"w3": normal(WIDTH, WIDTH, 1, 1)}
             nodes = [node("Conv", "x w1", "a"), node("Relu", "a", "b"), node("GlobalAveragePool", "b", "c")]
@@ -214,7 +222,7 @@ def chain(word: str) -> tuple[list[onnx.NodeProto], Weights, tuple[Any, ...]]:
 
 CHAINS = ("MatMul", "Gemm", "PRelu", "pooling", "flatten", "residual", "groups", "transposed groups", "concat")
 CHAINS += ("squeeze-and-excitation", "concat of places", "concat with two readers", "flatten with places")
-CHAINS += ("channel shuffle",)
+CHAINS += ("channel shuffle", "pixel shuffle")
 
 
 @pytest.mark.parametrize("word", CHAINS)
@@ -230,6 +238,14 @@ def test_chains_keep_their_function(tmp_path: Path, word: str) -> None:
     assert names[0] == names[1]
     found = {one.name: numpy_helper.to_array(one) for one in onnx.load(after).graph.initializer}
     assert all((found[name] != weights[name]).any() for name in ("w1", "w2"))
+
+
+def test_what_a_pixel_shuffle_reads_becomes_more_even(tmp_path: Path) -> None:
+    nodes, weights, shape = chain("pixel shuffle")
+    before = save_graph(tmp_path, nodes, weights, x=shape)
+    after, _ = written(before)
+    first, second = (spread(path, image(), "a", "b") for path in (before, after))
+    assert all(later < earlier / 20 for earlier, later in zip(first, second, strict=True))
 
 
 def spoiled(word: str) -> tuple[list[onnx.NodeProto], Weights, str]:

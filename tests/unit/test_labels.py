@@ -31,6 +31,16 @@ OPERATORS += (
     "experts",
     "BatchNormalization",
     "InstanceNormalization",
+    "DepthToSpace",
+    "SpaceToDepth",
+    "Max",
+    "Sum",
+    "Where",
+    "Tile",
+    "Expand",
+    "CumSum",
+    "LpPool",
+    "Neg",
 )
 
 
@@ -88,11 +98,11 @@ class RandomGraph:
                 self.convolve(value, int(self.rng.choice([4, 6, 8])), 2 if count % 2 == 0 else 1)
             case "depthwise":
                 self.convolve(value, count, count)
-            case "Relu" | "Sigmoid":
+            case "Relu" | "Sigmoid" | "Neg":
                 self.add(word, value, count)
             case "Clip":
                 self.add(word, f"{value} {self.constant(np.float32(0))}", count)
-            case "MaxPool":
+            case "MaxPool" | "LpPool":
                 self.add(word, value, count, kernel_shape=[3, 3], pads=[1] * 4)
             case "Pad":
                 taken = self.add(word, f"{value} {self.constant(np.array([0, 0, 1, 0, 0, 0, 1, 0]))}")
@@ -152,6 +162,24 @@ class RandomGraph:
                 weight = self.normal(count, 6) if word == "MatMul" else f"{self.normal(count)} {self.normal(count)}"
                 width = 6 if word == "MatMul" else count
                 self.add("Transpose", self.add(word, f"{last} {weight}"), width, perm=[0, 3, 1, 2])
+            case "DepthToSpace" if count % 4 == 0:
+                large = self.add(word, value, blocksize=2, mode=str(self.rng.choice(["DCR", "CRD"])))
+                self.add("AveragePool", large, count // 4, kernel_shape=[2, 2], strides=[2, 2])
+            case "SpaceToDepth":
+                self.add("DepthToSpace", self.add(word, value, blocksize=2), count, blocksize=2, mode="CRD")
+            case "Max" | "Sum":
+                operator = str(self.rng.choice(["Max", "Min"] if word == "Max" else ["Sum", "Mean"]))
+                others = f"{self.pick(count)} {self.constant(np.zeros((count, 1, 1), np.float32))}"
+                self.add(operator, f"{value} {others}", count)
+            case "Where":
+                self.add(word, f"{self.constant(normal(SIDE, SIDE) > 0)} {value} {self.pick(count)}", count)
+            case "Tile":
+                self.add(word, f"{value} {self.constant(np.array([1, 2, 1, 1]))}", 2 * count)
+            case "Expand":
+                pooled = self.add("GlobalAveragePool", value)
+                self.add(word, f"{pooled} {self.constant(np.array([1, 1, SIDE, SIDE]))}", count)
+            case "CumSum":
+                self.add(word, f"{value} {self.constant(np.int64(2))}", count)
             case "BatchNormalization" | "InstanceNormalization":
                 given = [self.normal(count) for _ in range(3 if word == "BatchNormalization" else 2)]
                 given += [self.constant(np.full(count, 2, np.float32))] if word == "BatchNormalization" else []
@@ -313,6 +341,74 @@ def test_the_scale_of_a_normalization_takes_the_factors(tmp_path: Path, between:
     read = next(each for product, each in found.readers if product.node.outputs[0].name == "y")
     assert not found.fixed[read].any()
     assert [each.tolist() for taker, _, each in found.constants if taker.op_type == "Mul"] == [[[read.tolist()]]]
+
+
+@pytest.mark.parametrize(
+    ("between", "free"),
+    [
+        *((node(word, "a c", "b"), True) for word in ("Max", "Min", "Sum", "Mean")),
+        *((node(word, "a zero", "b"), True) for word in ("Max", "Min")),
+        *((node(word, "a one", "b"), False) for word in ("Max", "Min", "Sum", "Mean")),
+        (node("Where", "where a c", "b"), True),
+        (node("Where", "where zero a", "b"), True),
+        (node("Where", "where a one", "b"), False),
+        (node("CumSum", "a rows", "b"), True),
+        (node("CumSum", "a channels", "b"), False),
+        (node("GridSample", "a grid", "b"), True),
+        (node("LpPool", "a", "b", kernel_shape=[2, 2]), True),
+        (node("GlobalLpPool", "a", "b"), True),
+        (node("Abs", "a", "b"), True),
+        (node("Neg", "a", "b"), True),
+        (node("Tile", "a thrice", "b"), True),
+        (node("Expand", "a larger", "b"), True),
+    ],
+)
+def test_factors_pass_what_is_homogeneous(tmp_path: Path, between: onnx.NodeProto, free: bool) -> None:
+    weights: Weights = {"w": normal(4, 4, 1, 1), "u": normal(4, 4, 1, 1, seed=1), "v": normal(3, 4, 1, 1)}
+    weights |= {"zero": np.float32(0), "one": np.float32(1), "where": normal(5, 5) > 0, "rows": np.int64(-2)}
+    weights |= {"grid": normal(2, 3, 3, 2), "channels": np.int64(1), "thrice": np.array([1, 1, 3, 1])}
+    weights["larger"] = np.array([1, 1, 5, 5])
+    nodes = [node("Conv", "x w", "a"), node("Conv", "x u", "c"), between, node("Conv", "b v", "y")]
+    path, x = save_graph(tmp_path, nodes, weights, x=(2, 4, 5, 5)), {"x": normal(2, 4, 5, 5)}
+    model, before = edit.load(path), run_model(ir.load(path), x)["y"]
+    found = labels.label(model, products.find(model))
+    read = next(each for product, each in found.readers if product.node.outputs[0].name == "y")
+    made = {int(label) for _, each in found.writers for label in each if not found.fixed[label]}
+    assert (made.issuperset(read.tolist()) and len(set(read.tolist())) == 4) == free
+    factors = np.ones(found.count)
+    factors[read] = np.where(found.fixed[read] | (not free), 1, 2.0 ** np.arange(4))
+    found.divide(factors)
+    np.testing.assert_allclose(run_model(model, x)["y"], before, rtol=1e-3, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("operator", "mode", "first", "inner", "group"),
+    [
+        ("DepthToSpace", {"mode": "CRD"}, 12, 3, [0, 0, 0, 0, 1, 1, 1, 1, 2, 2, 2, 2]),
+        ("DepthToSpace", {}, 12, 3, [0, 1, 2] * 4),
+        ("SpaceToDepth", {}, 3, 12, [0, 1, 2]),
+    ],
+    ids=["pixel shuffle", "depth first", "back"],
+)
+def test_channels_of_a_block_share_their_factor(
+    tmp_path: Path, operator: str, mode: Any, first: int, inner: int, group: list[int]
+) -> None:
+    weights: Weights = {"w": normal(first, 4, 1, 1), "b": normal(first), "v": normal(5, inner, 1, 1)}
+    nodes = [node("Conv", "x w b", "a"), node(operator, "a", "s", blocksize=2, **mode), node("Relu", "s", "r")]
+    path = save_graph(tmp_path, [*nodes, node("Conv", "r v", "y")], weights, x=("n", 4, 4, 4))
+    model, x = edit.load(path), {"x": normal(2, 4, 4, 4)}
+    before = run_model(ir.load(path), x)["y"]
+    found = labels.label(model, products.find(model))
+    made = next(each for product, each in found.writers if product.outputs == first)
+    read = next(each for product, each in found.readers if product.inputs == inner)
+    assert not found.fixed[made].any()
+    assert np.unique(made, return_inverse=True)[1].tolist() == group
+    assert set(read) == set(made)
+    assert len(set(read)) == 3
+    factors = np.ones(found.count)
+    factors[np.unique(made)] = [0.5, 4, 1]
+    found.divide(factors)
+    np.testing.assert_allclose(run_model(model, x)["y"], before, rtol=1e-4, atol=1e-5)
 
 
 def normalize(word: str) -> tuple[onnx.NodeProto, Weights]:

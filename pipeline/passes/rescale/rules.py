@@ -148,6 +148,19 @@ def _move_through_add(labeling: "Labeling", node: "ir.Node", labels: Labels) -> 
     return {index: labeling.tie_broadcast(labels, value) for index, value in enumerate(node.inputs)}
 
 
+def _move_through_all(labeling: "Labeling", node: "ir.Node", labels: Labels) -> _Moved:
+    """Scale all numbers that are added up, averaged or chosen from, but for zeros."""
+    moved = {}
+    for index in range(1 if node.op_type == "Where" else 0, len(node.inputs)):
+        value = node.inputs[index]
+        constant = edit.read(value)
+        if constant is None:
+            moved[index] = labeling.tie_broadcast(labels, value)
+        elif constant.any():
+            return None
+    return moved
+
+
 def _move_through_mul(labeling: "Labeling", node: "ir.Node", labels: Labels) -> _Moved:
     """Scale one of the operands: a constant, or the larger one, or the one that can be scaled for free."""
     factor = _find_factor(node)
@@ -261,6 +274,44 @@ def _move_through_reshape(labeling: "Labeling", node: "ir.Node", labels: Labels)
     return None if moved is None else {0: moved}
 
 
+def _move_through_depth_to_space(labeling: "Labeling", node: "ir.Node", labels: Labels) -> _Moved:
+    """Give the places of each block, which were channels, one label."""
+    labels, places = labeling.tie(labels, (2, 3)), node.attributes.get_int("blocksize") ** 2
+    if labels.shape[1] == 1:
+        return {0: labels}
+    in_turn = node.attributes.get_string("mode", "DCR") == "CRD"
+    return {0: labels.repeat(places, 1) if in_turn else np.tile(labels, (1, places, 1, 1))}
+
+
+def _move_through_space_to_depth(labeling: "Labeling", node: "ir.Node", labels: Labels) -> _Moved:
+    labels, places = labeling.tie(labels, (2, 3)), node.attributes.get_int("blocksize") ** 2
+    return {0: labels if labels.shape[1] == 1 else _tie_copies(labeling, labels, 1, places)}
+
+
+def _move_through_tile(labeling: "Labeling", node: "ir.Node", labels: Labels) -> _Moved:
+    repeats = edit.read(node.inputs[1])
+    if repeats is None:
+        return None
+    for axis, count in enumerate(repeats.reshape(-1).tolist()):
+        labels = labels if count == 1 or labels.shape[axis] == 1 else _tie_copies(labeling, labels, axis, count)
+    return {0: labels}
+
+
+def _tie_copies(labeling: "Labeling", labels: Labels, axis: int, count: int) -> Labels:
+    """Make labels equal that come back ``count`` times along an axis, and leave the first of each."""
+    apart = labels.reshape(*labels.shape[:axis], count, -1, *labels.shape[axis + 1 :])
+    return labeling.tie(apart, (axis,)).squeeze(axis)
+
+
+def _move_through_expand(labeling: "Labeling", node: "ir.Node", labels: Labels) -> _Moved:
+    return {0: labeling.tie_broadcast(labels, node.inputs[0])}
+
+
+def _move_through_running_sum(labeling: "Labeling", node: "ir.Node", labels: Labels) -> _Moved:
+    axis = edit.read(node.inputs[1])
+    return None if axis is None else {0: labeling.tie(labels, (int(axis.reshape(-1)[0]),))}
+
+
 def _move_through_transpose(labeling: "Labeling", node: "ir.Node", labels: Labels) -> _Moved:
     return {0: transpose_back(labels, node)}
 
@@ -336,20 +387,25 @@ _LAST_AXIS_NORMALIZATIONS = ("LayerNormalization", "RMSNormalization")
 _CHANNEL_NORMALIZATIONS = ("BatchNormalization", "InstanceNormalization")
 _SCALED = ("BatchNormalization", *_LAST_AXIS_NORMALIZATIONS)
 """Normalizations whose scale is their own; that of an InstanceNormalization may be behind it, with more channels."""
-_POOLS = ("MaxPool", "AveragePool", "GlobalMaxPool", "GlobalAveragePool")
+_POOLS = ("MaxPool", "AveragePool", "LpPool", "GlobalMaxPool", "GlobalAveragePool", "GlobalLpPool", "GridSample")
+_OF_ALL = ("Max", "Min", "Sum", "Mean")
 _REDUCTIONS = ("ReduceMean", "ReduceSum", "ReduceMax", "ReduceMin", "ReduceL1", "ReduceL2")
 _RULES: Mapping[str, _Rule] = {
-    **dict.fromkeys(("Relu", "LeakyRelu", "Identity"), _Rule(_keep)),
+    **dict.fromkeys(("Relu", "LeakyRelu", "Identity", "Abs", "Neg"), _Rule(_keep)),
     **dict.fromkeys(_POOLS, _Rule(_move_through_pool)),
     **dict.fromkeys(("Flatten", "Reshape", "Squeeze", "Unsqueeze"), _Rule(_move_through_reshape)),
     **dict.fromkeys(_LAST_AXIS_NORMALIZATIONS, _Rule(_move_through_normalization)),
     **dict.fromkeys(_CHANNEL_NORMALIZATIONS, _Rule(_move_through_channel_normalization)),
     **dict.fromkeys(_REDUCTIONS, _Rule(_move_through_reduction)),
     **dict.fromkeys(("Add", "Sub"), _Rule(_move_through_add, None)),
+    **dict.fromkeys(_OF_ALL, _Rule(_move_through_all, None)),
     "Attention": _Rule(_move_through_attention, (2,)),
     "Clip": _Rule(_move_through_clip),
     "Concat": _Rule(_move_through_concat, None),
+    "CumSum": _Rule(_move_through_running_sum),
+    "DepthToSpace": _Rule(_move_through_depth_to_space),
     "Div": _Rule(_move_through_div),
+    "Expand": _Rule(_move_through_expand),
     "Gather": _Rule(_move_through_gather),
     "MatMul": _Rule(_move_through_matmul, (1,)),
     "Mul": _Rule(_move_through_mul),
@@ -357,6 +413,9 @@ _RULES: Mapping[str, _Rule] = {
     "Pad": _Rule(_move_through_pad),
     "Resize": _Rule(_move_through_resize),
     "Slice": _Rule(_move_through_slice),
+    "SpaceToDepth": _Rule(_move_through_space_to_depth),
     "Split": _Rule(_move_through_split),
+    "Tile": _Rule(_move_through_tile),
     "Transpose": _Rule(_move_through_transpose),
+    "Where": _Rule(_move_through_all, (1, 2)),
 }
