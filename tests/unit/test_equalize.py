@@ -512,7 +512,7 @@ def test_the_pass_notes_that_channels_in_front_of_normalizations_are_alike(tmp_p
     record.write_text(measure_ranges(before, image(), "a", "b", "c").model_dump_json())
     effect = applied(before, tmp_path / "a", {"ranges": artifact(record, "record")})
     assert effect.notes[0].startswith(
-        "channels of 3 values that only normalizations or factors read are alike now; larg"
+        "channels of 3 values that only normalizations or factors read are more alike now; "
     )
     assert difference(before, tmp_path / "a" / effect.file, image()) < 1e-5
 

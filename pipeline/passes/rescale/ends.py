@@ -32,7 +32,7 @@ class EndLimits(NamedTuple):
 
 
 class Spread(NamedTuple):
-    """Count values whose channels were made alike, and tell the largest ratio of two channels in one of them."""
+    """Count values whose channels were made alike; with the largest ratio of two channels where it shrank most."""
 
     values: int
     before: float
@@ -68,7 +68,8 @@ def measure_spread(channel_labels: ChannelLabels, known: Ranges | None, factors:
         for channels, share in _find_shares(channel_labels, known)
         if (factors[channels] != 1).any()
     ]
-    return Spread(len(ratios), *max(ratios, default=(1.0, 1.0)))
+    before, after = max(ratios, key=lambda each: each[0] / each[1], default=(1.0, 1.0))
+    return Spread(len(ratios), before, after)
 
 
 def _find_ratio(sizes: Array) -> float:

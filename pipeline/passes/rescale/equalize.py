@@ -341,7 +341,7 @@ class CrossLayerEqualization(GraphPass):
         if leveled := done.leveled.values:
             ratios = f"largest channel ratio {done.leveled.before:.3g} → {done.leveled.after:.3g}"
             notes.append(
-                f"channels of {leveled} values that only normalizations or factors read are alike now; {ratios}"
+                f"channels of {leveled} values that only normalizations or factors read are more alike now; {ratios}"
             )
         if not (done.ties or leveled):
             return edit.pass_on(artifact.path, out, "no two neighboring layers have channels to equalize", *notes)
