@@ -34,6 +34,8 @@ from enginesmith.pipeline.tensors import (
 )
 
 RECORD = "samples.json"
+BETWEEN = "between"
+"""Point of a batch size that is neither an end of its range nor measured: engines may compute it by other code."""
 UNSTABLE = "unstable"
 POINTS: tuple[Point, ...] = ("min", "opt", "max")
 _WRITTEN = ("feeds", "outputs", UNSTABLE)
@@ -58,8 +60,8 @@ class Case(BaseModel, frozen=True):
 
     sizes: dict[str, int]
     batch: int
-    points: tuple[Point | Literal["measured"], ...] = ()
-    """Points of the shape range that these sizes are; ``measured`` where they are none of those."""
+    points: tuple[Point | Literal["measured", "between"], ...] = ()
+    """Points of the shape range that these sizes are; ``measured``, or :data:`BETWEEN`, where they are none of those."""
     measured: bool = False
     calls: int = 1
     """Calls whose outputs are judged, each with feeds of its own; the first one's feeds are those that are measured."""
@@ -235,7 +237,8 @@ def plan_ranges(
 def plan_cases(signature: Signature, ranges: Mapping[str, ShapeRange], batches: tuple[int, ...]) -> tuple[Case, ...]:
     """List the distinct sets of sizes: min, opt and max of the ranges, and each batch with the rest at opt.
 
-    Those of the batches come first, in their order: the first one decides.
+    Those of the batches come first, in their order: the first one decides. The last one is of the smallest batch size
+    in the range that is none of these, where there is one.
     """
     symbol = batch_symbol(signature)
     cases: dict[tuple[int, ...], Case] = {}
@@ -253,7 +256,14 @@ def plan_cases(signature: Signature, ranges: Mapping[str, ShapeRange], batches: 
         add({name: batch if name == symbol else range_.opt for name, range_ in ranges.items()}, None)
     order = {batch: place for place, batch in enumerate(batches)}
     places = {key: order.get(case.batch, 0) if case.measured else len(order) for key, case in cases.items()}
-    return tuple(cases[key] for key in sorted(cases, key=lambda key: places[key]))
+    planned = tuple(cases[key] for key in sorted(cases, key=lambda key: places[key]))
+    used = {case.batch for case in planned}
+    inner = range(ranges[symbol].min, ranges[symbol].max) if symbol else range(0)
+    batch = next((batch for batch in inner if batch not in used), None)
+    if symbol is None or batch is None:
+        return planned
+    sizes = {name: batch if name == symbol else range_.opt for name, range_ in ranges.items()}
+    return (*planned, Case(sizes=sizes, batch=batch, points=(BETWEEN,)))
 
 
 def plan_calls(case: Case, data: Dataset | None) -> Case:

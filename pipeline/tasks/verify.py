@@ -158,6 +158,7 @@ class Sample(Task):
             alone = data is None and not is_file and samples.batch_symbol(signature) is not None
             drawing, answered, redrawn = try_drawings(answer, DRAWINGS if alone else DRAWINGS[:1])
             whole, (cases, unstable, odd, lost, spans) = cases, answered
+            whole = whole[: len(cases)]  # the model may refuse the size between the others
             tried += [] if data else describe_narrow(signature, cases, out, narrow)
             choosing = find_choosing(session, cases, out)
             interacting, dropping = describe_interaction(session, cases, partial(make, drawing=drawing), out)
@@ -229,7 +230,8 @@ class Sample(Task):
     ) -> _Answers:
         """Write the feeds of all cases, the answers, and which of their numbers rounding decides.
 
-        Each case has one call, and more of them while its part of the time lasts.
+        Each case has one call, and more of them while its part of the time lasts. The last one, of a size between the
+        others, is left out if the model refuses it.
         """
         begun, seconds, kept = time.monotonic(), _TIME_SHARE * self.left_seconds / len(cases), list[samples.Case]()
         unstable = UnstableNumbers(baseline.session.perturb)
@@ -248,14 +250,20 @@ class Sample(Task):
                 if call:
                     feeds = make(case, call=call)
                     samples.write_arrays(out, "feeds", index, feeds, call)
-                outputs = baseline.run(case, feeds)
+                try:
+                    outputs = baseline.run(case, feeds)
+                except ModelError:
+                    if case.points != (samples.BETWEEN,):
+                        raise
+                    calls = call
+                    break
                 sizes.update({key: value.size for key, value in outputs.items()})
                 ends.append(samples.find_ends(outputs))
                 odd.update({key: count for key, value in outputs.items() if (count := _count_not_finite(value))})
                 _write_answer(out, index, call, outputs, unstable.find(feeds, outputs))
             if case.measured and 0 < odd.total() - before[0] == sizes.total() - before[1]:
                 lost.append(format_sizes(case.sizes))
-            kept.append(case.model_copy(update={"calls": calls}))
+            kept += [case.model_copy(update={"calls": calls})] if calls else []
         shares = {key: count / sizes[key] for key, count in odd.items()}
         return _Answers(tuple(kept), unstable, shares, lost, samples.join_ends(ends))
 
