@@ -61,7 +61,7 @@ class Case(BaseModel, frozen=True):
     sizes: dict[str, int]
     batch: int
     points: tuple[Point | Literal["measured", "between"], ...] = ()
-    """Points of the shape range that these sizes are; ``measured``, or :data:`BETWEEN`, where they are none of those."""
+    """Points of the shape range that these sizes are; ``measured`` or :data:`BETWEEN` where they are none of those."""
     measured: bool = False
     calls: int = 1
     """Calls whose outputs are judged, each with feeds of its own; the first one's feeds are those that are measured."""
@@ -259,11 +259,11 @@ def plan_cases(signature: Signature, ranges: Mapping[str, ShapeRange], batches: 
     planned = tuple(cases[key] for key in sorted(cases, key=lambda key: places[key]))
     used = {case.batch for case in planned}
     inner = range(ranges[symbol].min, ranges[symbol].max) if symbol else range(0)
-    batch = next((batch for batch in inner if batch not in used), None)
-    if symbol is None or batch is None:
+    between = next((size for size in inner if size not in used), None)
+    if symbol is None or between is None:
         return planned
-    sizes = {name: batch if name == symbol else range_.opt for name, range_ in ranges.items()}
-    return (*planned, Case(sizes=sizes, batch=batch, points=(BETWEEN,)))
+    sizes = {name: between if name == symbol else range_.opt for name, range_ in ranges.items()}
+    return (*planned, Case(sizes=sizes, batch=between, points=(BETWEEN,)))
 
 
 def plan_calls(case: Case, data: Dataset | None) -> Case:

@@ -26,8 +26,6 @@ class _Lengths(NamedTuple):
     """[batch, 1, steps, 1], true for steps before the end."""
     last: Any
     """[batch, 1, steps, 1], true for the last step before the end."""
-    none: Any
-    """[batch, 1, 1], true for a sequence without steps."""
 
 
 def refuse_coupled(model: "onnx.ModelProto") -> None:
@@ -48,7 +46,8 @@ def refuse_coupled(model: "onnx.ModelProto") -> None:
 def heed_lengths(graph: "openvino.Model") -> None:
     """Write recurrent layers of given lengths as layers of all steps, whose answers behind the ends are replaced.
 
-    OpenVINO 2026.4.1 heeds lengths where the number of steps is fixed, and ignores them without a word where it is not.
+    OpenVINO 2026.4.1 heeds lengths where the batch and the number of steps are fixed, and ignores them without a word
+    where one of them is not.
     A layer that runs backwards reads sequences that are reversed up to their ends.
 
     Raises:
@@ -57,15 +56,15 @@ def heed_lengths(graph: "openvino.Model") -> None:
     changed = False
     for node in graph.get_ordered_ops():
         count = _STATES.get(node.get_type_name())
-        if count is None or node.input_value(0).get_partial_shape()[_TIME].is_static:
+        if count is None or all(dim.is_static for dim in list(node.input_value(0).get_partial_shape())[: 1 + _TIME]):
             continue
         if not _is_given(node.input_value(1 + count)):
             continue
         if count > 1 and node.output(2).get_target_inputs():
             raise ModelError(
                 f"OpenVINO ignores the lengths of sequences in {node.get_friendly_name()}, an LSTM whose last cell "
-                "state is read, where the number of steps is dynamic",
-                "fix the number of steps by --input, or use another engine",
+                "state is read, where the batch or the number of steps is dynamic",
+                "fix both by --input, or use another engine",
             )
         _rewrite(node, count)
         changed = True
@@ -118,7 +117,6 @@ def _describe_lengths(source: Any, lengths: Any) -> _Lengths:
         opset13.maximum(lengths, np.int64(1)),
         opset13.less(steps, ends),
         opset13.equal(steps, opset13.subtract(ends, np.int64(1))),
-        opset13.equal(opset13.unsqueeze(lengths, np.array([1, 2])), np.int64(0)),
     )
 
 
@@ -150,4 +148,4 @@ def _write_direction(node: Any, count: int, at: int, direction: str, lengths: _L
     last = opset13.reduce_sum(opset13.select(lengths.last, answers, zero), np.array([2]), False)
     if direction == "reverse":
         answers = opset13.reverse_sequence(answers, lengths.reversible, 0, 2).output(0)
-    return opset13.select(lengths.within, answers, zero), opset13.select(lengths.none, states[0], last)
+    return opset13.select(lengths.within, answers, zero), last

@@ -15,7 +15,7 @@ import random
 import re
 import types
 import weakref
-from collections.abc import Callable, Collection, Iterable, Mapping, Set
+from collections.abc import Callable, Iterable, Mapping, Set
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -41,31 +41,20 @@ class Attributes(NamedTuple):
     digest: str
     complete: bool
     """False where there are objects of which only the class is known."""
-    parts: Mapping[str, str] = types.MappingProxyType({})
-    """Digests of the module alone, by an empty name, and of the global names of files, by module: complete ones."""
 
 
 UNKNOWN = Attributes("", complete=False)
 
 
-def digest_attributes(
-    module: nn.Module, beside: Mapping[str, Any] = types.MappingProxyType({}), executed: Collection[str] = ()
-) -> Attributes:
+def digest_attributes(module: nn.Module, beside: Mapping[str, Any] = types.MappingProxyType({})) -> Attributes:
     """Digest the attributes of a module and all modules in it, but for the values of parameters and buffers.
 
-    ``beside`` is what its code may use besides: global names, by module; those of ``executed`` become parts.
+    ``beside`` is what its code may use besides: global names.
     """
-    weights = (*module.parameters(), *module.buffers())
-    walk = _Walk(weights)
+    walk = _Walk((*module.parameters(), *module.buffers()))
     walk.add(module)
-    parts = {"": walk.digest.hexdigest()} if walk.complete else {}
     walk.add(beside)
-    for name in sorted(beside.keys() & executed):
-        own = _Walk(weights)
-        own.add(beside[name])
-        if own.complete:
-            parts[name] = own.digest.hexdigest()
-    return Attributes(walk.digest.hexdigest(), walk.complete, parts)
+    return Attributes(walk.digest.hexdigest(), walk.complete)
 
 
 class _Walk:

@@ -75,13 +75,11 @@ def build(source: Source) -> Built:
         SourceError: the code cannot be imported, or the factory fails or returns something else.
         MissingCapability: the library that the source needs is not installed.
     """
-    before = dict(sys.modules)
     built = _BUILDERS[source.form](source)
     frozen = _list_frozen(built.module)
     built.module.eval()
     built.module.requires_grad_(False)
-    executed = {name for name, module in sys.modules.items() if module is not before.get(name)}
-    attributes = digest_attributes(built.module, file_tracking.list_user_globals(), executed)
+    attributes = digest_attributes(built.module, file_tracking.list_user_globals())
     return dataclasses.replace(built, frozen=frozen, attributes=attributes)
 
 

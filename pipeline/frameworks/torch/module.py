@@ -19,7 +19,6 @@ from enginesmith.pipeline.frameworks import processing
 from enginesmith.pipeline.frameworks.processing import ProcessingRequest
 from enginesmith.pipeline.frameworks.source import Source
 from enginesmith.pipeline.frameworks.torch import examples, factories
-from enginesmith.pipeline.frameworks.torch.attributes import UNKNOWN, Attributes
 from enginesmith.pipeline.frameworks.torch.dims import (
     choose_specs,
     default_specs,
@@ -123,8 +122,8 @@ class LoadedModel:
     """Parameters that are not to be trained."""
     answers: tuple[Tensor, ...] = ()
     """Outputs for the example, where it was just loaded."""
-    attributes: Attributes = UNKNOWN
-    """Digests of what the module holds beside tensors, where it was just loaded."""
+    attributes: str = ""
+    """Digest of what the module holds beside tensors, where it was just loaded."""
     class_names: tuple[str, ...] = ()
     """Names of the classes by number, where it was just loaded and has some."""
 
@@ -203,7 +202,7 @@ def load(source: Source, options: LoadOptions, read_rows: RowReader | None = Non
         loaded,
         files=files,
         packages=list_packages()[0],
-        attributes=built.attributes,
+        attributes=built.attributes.digest,
         class_names=built.class_names,
     )
 

@@ -25,7 +25,6 @@ from enginesmith.pipeline.errors import ModelError, SignatureError, SourceError,
 from enginesmith.pipeline.frameworks.processing import Processing
 from enginesmith.pipeline.frameworks.source import SAVED, Source, rebase, resolve
 from enginesmith.pipeline.frameworks.torch import factories
-from enginesmith.pipeline.frameworks.torch.attributes import Attributes
 from enginesmith.pipeline.frameworks.torch.dims import same_answers
 from enginesmith.pipeline.frameworks.torch.file_tracking import swap, track_files
 from enginesmith.pipeline.frameworks.torch.module import LoadedModel, LoadOptions, NamedForward, extend
@@ -44,7 +43,7 @@ _PART_BYTES = 4 << 20
 _SMALL_BYTES = 32 << 20
 """Files below this are looked at whenever a model is rebuilt; the tensors of larger ones are in the artifact."""
 _OS_ERROR = re.compile(r"\(os error (\d+)\)")
-_STATE, _EXAMPLE = "state.safetensors", "example.safetensors"
+_STATE, _EXAMPLE, _ANSWERS = "state.safetensors", "example.safetensors", "answers.safetensors"
 
 
 @contextlib.contextmanager
@@ -84,8 +83,6 @@ class _Record(BaseModel):
     """State entries that share memory with another one → that other."""
     attributes: str = ""
     """Digest of what the module holds beside tensors, so that a module with other numbers makes another artifact."""
-    steady: dict[str, str] = {}
-    """Parts of it that came back when the factory was called again, as in ``Attributes.parts``."""
     draw: bool = False
     """The factory has to draw its random weights, although others replace them: something is made of them."""
     surgery: Surgery | None = None
@@ -118,7 +115,7 @@ def save(loaded: LoadedModel, source: Source, options: LoadOptions, out: Path) -
         output_names=loaded.module.outputs,
         packages=loaded.packages,
         tied=tied,
-        attributes=loaded.attributes.digest,
+        attributes=loaded.attributes,
         copies=loaded.module.copies,
         processing=loaded.module.extension.processing if loaded.module.extension else None,
         class_names=loaded.class_names,
@@ -127,6 +124,7 @@ def save(loaded: LoadedModel, source: Source, options: LoadOptions, out: Path) -
     record = _build_again(loaded, out / _STATE, record)
     (out / RECORD).write_text(record.model_dump_json(indent=1), encoding="utf-8")
     _write_example(loaded, out)
+    _write_answers(loaded.answers, out)
 
 
 def save_changed(parent: Artifact, loaded: LoadedModel, out: Path, surgery: Surgery | None = None) -> None:
@@ -158,6 +156,7 @@ def save_changed(parent: Artifact, loaded: LoadedModel, out: Path, surgery: Surg
             f"{record.model} cannot be built again as it was changed: the rebuilt module differs{where}",
             "keep sizes in attributes that are whole numbers or tuples of them, and tensors in parameters or buffers",
         )
+    _write_answers(expected, out)
 
 
 def _same_bits(tensor: Tensor, other: Tensor) -> bool:
@@ -192,8 +191,7 @@ def _build_again(loaded: LoadedModel, state: Path, record: _Record) -> _Record:
                 built = _build_around(state, record.model_copy(update={"draw": draw}))
             alike = draw or (built.attributes.complete and built.attributes.digest == record.attributes)
             if alike and same_answers(loaded.answers, _answer(built.module, loaded, record)):
-                before, after = loaded.attributes.parts.items(), built.attributes.parts.items()
-                return record.model_copy(update={"draw": draw, "steady": dict(sorted(before & after))})
+                return record.model_copy(update={"draw": draw})
         except (RuntimeError, ValueError, SourceError) as error:
             failure = error if draw else None
     if failure is not None:
@@ -248,6 +246,12 @@ def _write_example(loaded: LoadedModel, out: Path) -> None:
     _write(example, out / _EXAMPLE)
 
 
+def _write_answers(answers: Iterable[Tensor], out: Path) -> None:
+    """Write what the module answers to the example, output by output."""
+    copies = (value.clone(memory_format=torch.contiguous_format) for value in answers)
+    _write({str(number): value for number, value in enumerate(copies)}, out / _ANSWERS)
+
+
 def load_artifact(artifact: Artifact) -> LoadedModel:
     """Load the module of a torch artifact, with exactly the weights that were stored.
 
@@ -261,10 +265,30 @@ def _load_files(folder: Path, record: _Record) -> LoadedModel:
     from safetensors.torch import load_file
 
     built = _build_around(folder / _STATE, record)
-    _compare_attributes(built.attributes, record)
     example = load_file(folder / _EXAMPLE)
     ordered = {spec.name: example[spec.name] for spec in record.signature.inputs}
-    return LoadedModel(record.wrap(built.module, ordered), record.signature, ordered, frozen=built.frozen)
+    loaded = LoadedModel(record.wrap(built.module, ordered), record.signature, ordered, frozen=built.frozen)
+    if built.attributes.digest != record.attributes and (folder / _ANSWERS).is_file():
+        before = load_file(folder / _ANSWERS)
+        with torch.inference_mode():
+            _check_answers(tuple(before[name] for name in sorted(before, key=int)), loaded, record)
+    return loaded
+
+
+def _check_answers(before: tuple[Tensor, ...], loaded: LoadedModel, record: _Record) -> None:
+    """Check that a module which holds something else beside its tensors than where it was stored answers as there.
+
+    Raises:
+        SourceError: it does not.
+    """
+    after = loaded.module(*loaded.example.values())
+    if len(before) != len(after) or not same_answers(before, after):
+        raise SourceError(
+            f"{record.model} builds another model each time it is called in another process: what it holds beside "
+            "parameters and buffers is something else there, and so are its answers",
+            "let nothing in it depend on the order of a set (write sorted(…)), a date, os.getpid() or the machine; or "
+            "keep what it computes in parameters or buffers (register_buffer)",
+        )
 
 
 def _build_around(state: Path, record: _Record) -> factories.Built:
@@ -301,22 +325,6 @@ def _build_around(state: Path, record: _Record) -> factories.Built:
             with safe_open(state, framework="pt") as stored:
                 put_module(model, name, stored.get_tensor(name).clone())
     return built
-
-
-def _compare_attributes(attributes: Attributes, record: _Record) -> None:
-    """Compare what a module holds beside its tensors with what it held when it was stored, mostly in another process.
-
-    Raises:
-        SourceError: something came back in the process that stored it, and is something else here.
-    """
-    other = [name for name, digest in record.steady.items() if attributes.parts.get(name, digest) != digest]
-    if other:
-        what = f"the global names of {other[0]}.py" if other[0] else "the module's attributes"
-        raise SourceError(
-            f"{record.model} builds another model each time it is called in another process: {what} are others there",
-            "let nothing in it depend on the order of a set (write sorted(…)), a date, os.getpid() or the machine; or "
-            "keep what it computes in parameters or buffers (register_buffer)",
-        )
 
 
 def _copy_stored(state: Path, name: str, target: torch.Tensor) -> None:
@@ -401,6 +409,8 @@ def read_saved(folder: Path, options: LoadOptions, out: Path) -> LoadedModel:
         if not (folder / name).is_file():
             raise SourceError(f"the saved model {folder} lacks {name}", "prune the model again")
         shutil.copyfile(folder / name, out / name)
+    if (folder / _ANSWERS).is_file():
+        shutil.copyfile(folder / _ANSWERS, out / _ANSWERS)
     with track_files(allowed) as tracker:
         try:
             loaded = _load_files(out, record)
@@ -412,6 +422,7 @@ def read_saved(folder: Path, options: LoadOptions, out: Path) -> LoadedModel:
         changed = {"processing": loaded.module.extension.processing, "signature": loaded.signature}
         (out / RECORD).write_text(record.model_copy(update=changed).model_dump_json(indent=1), encoding="utf-8")
         _write_example(loaded, out)
+        (out / _ANSWERS).unlink(missing_ok=True)
     own = {path for path in tracker.files if path.is_relative_to(out.absolute())}
     files = {*tracker.files - own, *(folder / name for name in (RECORD, _STATE, _EXAMPLE))}
     return dataclasses.replace(loaded, files=tuple(sorted(files)), packages=list_packages()[0])

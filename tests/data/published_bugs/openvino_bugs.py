@@ -171,7 +171,7 @@ def remainder_of_large_quotients() -> Graphs:
 
 @known_bug(
     "docs/precision.md",
-    "GRU, LSTM and RNN ignore the lengths of sequences where the number of steps is dynamic",
+    "GRU, LSTM and RNN ignore the lengths of sequences where batch or steps are dynamic",
     "openvino",
     "2026.4.1",
     affected=">=2026.4",
