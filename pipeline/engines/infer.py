@@ -81,7 +81,7 @@ class Model:
         for word, size in sizes.items():
             if size == 0 and self.manifest["shapes"].get(word, {"min": 1})["min"]:
                 name = next(spec["name"] for spec in specs if any(word in _list_words(dim) for dim in spec["shape"]))
-                advice = "" if word in ("batch", *specs[0]["shape"][:1]) else f": give it --shape {word}=0:OPT:MAX"
+                advice = "" if word in ("batch", *specs[0]["shape"][:1]) else f": optimize with --shape {word}=0:…"
                 raise ValueError(f"{word} is 0 in {name}, and engines do not compute with nothing{advice}")
         outside = {}
         for dim, known in self.manifest["shapes"].items():

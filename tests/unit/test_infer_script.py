@@ -136,7 +136,7 @@ def test_the_script_refuses_sizes_of_0_and_those_that_the_engine_fails_at() -> N
 
     model._run = run
     assert call(1, 16, 0)["ids"].shape == (1, 16, 0, 0)
-    option = ": give it --shape length=0:OPT:MAX"
+    option = ": optimize with --shape length=0:…"
     for sizes, word, advice in (((0, 16, 1), "batch", ""), ((2, 0, 1), "length", option)):
         with pytest.raises(ValueError, match=f"^{word} is 0 in ids, and engines do not compute with nothing{advice}$"):
             call(*sizes)
