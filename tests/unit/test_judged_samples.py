@@ -212,11 +212,11 @@ def test_all_that_a_model_of_batch_1_answers_is_of_that_sample(size: int | str, 
     answer = np.arange(5 * rows).reshape(5, rows)
     model: Any = SimpleNamespace(signature=signature, run=lambda feeds: {"y": answer})
     if taken:
-        answers = tasks._answer_rows(model, {"x": np.zeros((1, 3))}, 1, rows_vary=False)
+        answers = tasks._answer_rows(model, {"x": np.zeros((1, 3))}, 1, None)
         assert answers["y"].tolist() == [[0, 1, 2, 3, 4]]
     else:
         with pytest.raises(DataError, match="no output of the model has a row for each"):
-            tasks._answer_rows(model, {"x": np.zeros((rows, 3))}, rows, rows_vary=False)
+            tasks._answer_rows(model, {"x": np.zeros((rows, 3))}, rows, None)
 
 
 def test_boxes_of_one_image_without_a_batch_are_no_row_of_a_sample() -> None:
@@ -226,7 +226,7 @@ def test_boxes_of_one_image_without_a_batch_are_no_row_of_a_sample() -> None:
     answers = {"boxes": np.zeros((7, 4)), "scores": np.zeros(7)}
     model: Any = SimpleNamespace(signature=Signature(inputs=(x,), outputs=outputs), run=lambda feeds: answers)
     with pytest.raises(DataError, match=r"^for 1 sample, .* which a metric needs: 'boxes' is") as error:
-        tasks._answer_rows(model, {"x": np.zeros((1, 3))}, 1, rows_vary=False)
+        tasks._answer_rows(model, {"x": np.zeros((1, 3))}, 1, None)
     assert "[batch, boxes, 6]" in error.value.remedy
     assert "omit --metric and --max-drop" in error.value.remedy
 

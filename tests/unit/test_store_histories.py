@@ -263,7 +263,7 @@ def live_through(history: list[Operation], shared: bool, counts: Counter[str] | 
         patch.setattr(remote, "_WITHOUT_FOLDERS", {*remote._WITHOUT_FOLDERS, "lying"})
         patch.setattr(os, "fsync", lambda number: world.synced.add(os.fstat(number).st_ino))
         patch.setattr(time, "time", lambda: clock() + world.offset)
-        patch.setattr(software, "versions", lambda names: {"tool": world.versions[Path.cwd().name[8:]]})
+        patch.setattr(software, "identities", lambda names: {"tool": world.versions[Path.cwd().name[8:]]})
         for machine in MACHINES:
             world.project(machine).mkdir()
             for step in STEPS:
