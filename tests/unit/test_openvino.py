@@ -107,6 +107,28 @@ def test_upsampling_runs_in_int8_beside_convolutions_of_the_same_width(tmp_path:
     assert np.square(wanted - answers).sum() < np.square(wanted).sum() / 1e3
 
 
+@pytest.mark.parametrize("bias", ["", ", bias"])
+def test_what_several_operators_read_of_an_int8_convolution_is_scaled_once(tmp_path: Path, bias: str) -> None:
+    """OpenVINO scales it twice for the Relu where sizes are dynamic and there is no bias."""
+    text = f"""net (float[n, 3, 16, 16] x) => (float[n, 8, 8, 8] y) {{
+        c = Conv <strides = [2, 2], pads = [0, 0, 1, 1]> (x, w0{bias})
+        r = Relu(c)
+        d = Conv <pads = [1, 1, 1, 1]> (r, w1)
+        s = Sigmoid(c)
+        y = Add(d, s)
+    }}"""
+    more = {"bias": RNG.standard_normal(8, np.float32)} if bias else {}
+    model = quantized(lambda: parse_graph(text, w0=WEIGHTS["w0"], w1=WEIGHTS["w1"], **more))
+    artifact, _ = build(model, tmp_path)
+    wanted = run_model(model, FEEDS, optimized=False)["y"]
+    for sizes in ((), (4,)):
+        with OpenVINO(fixed_batches=sizes).load(artifact, CPU) as session:
+            answers = session.run(FEEDS)["y"]
+            layers = [layer.kind for layer in module.profiler.read_layers(session.compiled, ())]
+        assert np.square(wanted - answers).sum() < np.square(wanted).sum() / 1e3
+        assert "Clamp" not in layers
+
+
 ACTIVATIONS = ("Elu", "Gelu", "HardSwish", "LeakyRelu", "Mish", "Relu", "Sigmoid", "Tanh")
 
 

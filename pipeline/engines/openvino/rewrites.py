@@ -12,6 +12,7 @@ if TYPE_CHECKING:
 
 WITH_BODIES = ("If", "Loop", "TensorIterator")
 _REDUCTIONS = frozenset(f"Reduce{word}" for word in ("L1", "L2", "Max", "Mean", "Min", "Prod", "Sum"))
+_CONVOLUTIONS = ("Convolution", "GroupConvolution", "ConvolutionBackpropData", "GroupConvolutionBackpropData")
 _ARITHMETIC = ("Add", "Subtract", "Multiply", "Divide", "Power", "Negative", "Abs")
 _SLICE_INPUTS = ("data", "start", "stop", "step", "axes")
 _LOG1P_TERMS = (9, 7, 5, 3, 1)
@@ -29,6 +30,38 @@ def correct(graph: "openvino.Model") -> None:
     _guard_norms(graph)
     heed_lengths(graph)
     _widen_bytes(graph)
+    _keep_scales_before_forks(graph)
+
+
+def _keep_scales_before_forks(graph: "openvino.Model") -> None:
+    """Clamp what int8 convolutions without a bias write, to all of float32's range, where several operators read it.
+
+    OpenVINO 2026.4.1 scales the sums of an int8 convolution in an operator of its own. It moves the scale behind a Relu
+    or into the next rounding, for that reader alone; and where sizes are dynamic, it then makes the scale for another
+    reader a part of the convolution, so that the first one's numbers are scaled twice. Nothing is moved past a clamp,
+    which becomes a part of the convolution.
+    """
+    from openvino import opset13
+
+    nodes = graph.get_ordered_ops()
+    if not any(node.get_type_name() == "FakeQuantize" for node in nodes):
+        return
+    for node in nodes:
+        if node.get_type_name() not in _CONVOLUTIONS:
+            continue
+        value = node.output(0)
+        readers = value.get_target_inputs()
+        if len({reader.get_node().get_friendly_name() for reader in readers}) < 2:
+            continue
+        names, name = value.get_names(), node.get_friendly_name()
+        most = float(np.finfo(np.float32).max)
+        clamped = opset13.clamp(value, -most, most)
+        clamped.set_friendly_name(f"{name}/clamped")
+        value.set_names(set())
+        clamped.output(0).set_names(names)
+        for reader in readers:
+            reader.replace_source_output(clamped.output(0))
+    graph.validate_nodes_and_infer_types()
 
 
 def _replace_softplus(graph: "openvino.Model") -> None:

@@ -96,6 +96,29 @@ def scale_of_the_row() -> Graphs:
 
 @known_bug(
     "docs/precision.md",
+    "an int8 convolution without a bias that several operators read is scaled twice for a Relu and what follows",
+    "openvino",
+    "2026.4.1",
+    affected=">=2026.4",
+    probe=probes.differs(probes.run_openvino, probes.run_unoptimized),
+    guard="pipeline/engines/openvino/rewrites.py",
+)
+def scaled_twice() -> Graphs:
+    head = "(float[N,4,6,6] x) => (float[N,4,6,6] y) <float a = {0.05}, float b = {0.01}, float c = {0.0005}>"
+    levels = np.random.default_rng(0).integers(-127, 128, (4, 4, 1, 1)).astype(np.int8)
+    more = [numpy_helper.from_array(levels, "w"), numpy_helper.from_array(np.zeros((), np.int8), "z")]
+    more += [numpy_helper.from_array(np.uint8(128), "m"), numpy_helper.from_array(np.uint8(0), "o")]
+    weight = "v = DequantizeLinear(w, b, z) u = DequantizeLinear(w, b, z)"
+    first = f"{weight} q = QuantizeLinear(x, a, m) d = DequantizeLinear(q, a, m) s = Conv(d, v)"
+    last = "e = QuantizeLinear(r, a, o) f = DequantizeLinear(e, a, o) t = Conv(f, u) g = Sigmoid(s) y = Add(t, g)"
+    return Graphs(
+        graph(f"{head} {{ {first} r = Relu(s) {last} }}", 18, *more),
+        graph(f"{head} {{ {first} p = Mul(s, c) r = Relu(p) {last} }}", 18, *more),
+    )
+
+
+@known_bug(
+    "docs/precision.md",
     "softplus, also written as log(1 + exp(x)), is 0 or negative below -12, so a logarithm of it is NaN",
     "openvino",
     "2026.4.1",
