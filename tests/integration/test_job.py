@@ -94,7 +94,7 @@ def test_numbers_are_there_or_have_a_reason(done: tuple[Path, Run]) -> None:
     assert record.quality is None
     assert record.reasons["quality"] == "not asked for"
     assert {entry.stage for entry in record.fidelity} == {"export", "simplify", "engine"}
-    assert {entry.point for entry in record.fidelity} == {"min", "opt", "max"}
+    assert {entry.point for entry in record.fidelity} == {"min", "opt", "max", "between"}
 
 
 def test_a_second_run_reuses_everything(done: tuple[Path, Run]) -> None:

@@ -9,7 +9,7 @@ import pytest
 from enginesmith.calibration.dataset import Dataset
 from enginesmith.pipeline.errors import DataError, SignatureError, UsageError
 from enginesmith.pipeline.frameworks import samples
-from enginesmith.pipeline.frameworks.samples import Case, Samples, check_feeds, plan_cases, plan_ranges
+from enginesmith.pipeline.frameworks.samples import BETWEEN, Case, Samples, check_feeds, plan_cases, plan_ranges
 from enginesmith.pipeline.measure.prosecution.inputs import InputSpace, generate
 from enginesmith.pipeline.tasks import verify
 from enginesmith.pipeline.tensors import ShapeRange, Signature, TensorSpec
@@ -86,16 +86,29 @@ def test_cases_are_the_points_and_the_batches_each_once() -> None:
         tuple(case.sizes.values()): (case.batch, case.points, case.measured)
         for case in plan_cases(TEXT, ranges, (4, 8))
     }
-    assert found == {(1, 2): (1, ("min",), False), (4, 5): (4, ("opt",), True), (8, 5): (8, ("max",), True)}
-    between = [case for case in plan_cases(TEXT, ranges, (1, 3, 8)) if case.sizes == {"batch": 3, "length": 5}]
-    assert between == [Case(sizes={"batch": 3, "length": 5}, batch=3, points=("measured",), measured=True)]
+    between = {(2, 5): (2, (BETWEEN,), False)}
+    ends = {(1, 2): (1, ("min",), False), (4, 5): (4, ("opt",), True), (8, 5): (8, ("max",), True)}
+    assert found == ends | between
+    third = [case for case in plan_cases(TEXT, ranges, (1, 3, 8)) if case.sizes == {"batch": 3, "length": 5}]
+    assert third == [Case(sizes={"batch": 3, "length": 5}, batch=3, points=("measured",), measured=True)]
+
+
+@pytest.mark.parametrize(("batches", "between"), [((1,), []), ((1, 2), []), ((1, 8), [2]), ((4, 5, 8), [6])])
+def test_a_batch_size_between_the_measured_ones_is_compared_too(batches: tuple[int, ...], between: list[int]) -> None:
+    ranges = {
+        "batch": ShapeRange(min=min(batches), opt=batches[0], max=max(batches)),
+        "length": ShapeRange(min=5, opt=5, max=5),
+    }
+    cases = plan_cases(TEXT, ranges, batches)
+    assert [case.batch for case in cases if case.points == (BETWEEN,)] == between
+    assert [case.points == (BETWEEN,) for case in cases][: len(batches)] == [False] * len(batches)
 
 
 def test_the_batch_that_was_named_first_comes_first() -> None:
     ranges = {"batch": ShapeRange(min=1, opt=4, max=16), "length": ShapeRange(min=2, opt=5, max=5)}
     cases = plan_cases(TEXT, ranges, (8, 1, 4))
     assert [(case.batch, case.measured) for case in cases] == [
-        (8, True), (1, True), (4, True), (1, False), (16, False)
+        (8, True), (1, True), (4, True), (1, False), (16, False), (2, False)
     ]  # fmt: skip
 
 

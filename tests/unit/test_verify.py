@@ -169,8 +169,8 @@ def test_the_reference_has_fewer_samples_where_the_time_is_short(tmp_path: Path)
     data = {"data": str(tmp_path / "data.npz"), "data_options": DataOptions()}
     sample = Sample(engine=OnnxRuntime(), ranges={}, batches=(1, 4), seed=0, **data)
     for seconds, calls, notes in (
-        (0.0, [1, 1], ("the time is short: outputs are compared on 1 sample at batch 1 instead of 6; give more",)),
-        (1e9, [6, 2], ()),
+        (0.0, [1, 1, 1], ("the time is short: outputs are compared on 1 sample at batch 1 instead of 6; give more",)),
+        (1e9, [6, 2, 3], ()),
     ):
         (out := tmp_path / str(seconds)).mkdir()
         effect = sample.model_copy(update={"left_seconds": seconds}).run(given, out, lambda _: None)
@@ -179,6 +179,20 @@ def test_the_reference_has_fewer_samples_where_the_time_is_short(tmp_path: Path)
         assert all(note.startswith(start) for note, start in zip(effect.notes, notes, strict=True))
         assert effect.incomplete is bool(notes)
         assert [len(each.outputs) for each in samples.read_calls(out)] == calls
+
+
+def test_a_batch_size_between_the_others_that_the_model_refuses_is_left_out(tmp_path: Path) -> None:
+    """A model of clips of 4 frames takes 4 and 8, and not 5."""
+    text = "net (float[batch, 3] x) => (float[batch, 3] y) { c = Reshape(x, clips) y = Reshape(c, frames) }"
+    shapes = {"clips": np.array([-1, 4, 3]), "frames": np.array([-1, 3])}
+    path = tmp_path / "clips.onnx"
+    ir.save(parse_graph(text, **shapes), path)
+    given = {"model": Artifact(kind="onnx", path=path, sha256="", bytes=0, signature=model_file.signature(path))}
+    options = {"data": None, "data_options": DataOptions()}
+    sample = Sample(engine=OnnxRuntime(), ranges={}, batches=(4, 8), seed=0, **options)
+    effect = sample.run(given, tmp_path, lambda _: None)
+    assert [case.batch for case in samples.read(tmp_path).cases] == [4, 8]
+    assert not effect.incomplete
 
 
 def test_a_test_vector_has_finite_answers_where_there_are_some(tmp_path: Path) -> None:
