@@ -145,6 +145,18 @@ def test_the_rounding_of_uneven_outputs_counts_for_engines_that_round_them_all(t
     assert reads.pattern != "uneven outputs"
 
 
+def test_operators_without_names_are_told_apart(tmp_path: Path) -> None:
+    inputs = prepare_normalized(tmp_path, 3000)
+    named = read_models(inputs[SENSITIVITY], GroupFact)[0].output_db
+    model = ir.load(inputs[MODEL].path)
+    for node in model.graph:
+        node.name = node.name if node.op_type in ("Conv", "MatMul") else None
+    ir.save(model, inputs[MODEL].path)
+    step = Precision(precision="int8", placement="inputs+read outputs", method="minmax").rounding_inputs()
+    Sensitivity(step=step, feeder=FEEDER).run(inputs, tmp_path, lambda _: None)
+    assert read_models(record(tmp_path / RECORDS), GroupFact)[0].output_db == named
+
+
 def test_outputs_of_similar_size_lose_little_by_being_rounded(tmp_path: Path) -> None:
     first = read_models(prepare_normalized(tmp_path, 3)[SENSITIVITY], GroupFact)[0]
     assert first.output_db is not None

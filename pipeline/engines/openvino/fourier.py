@@ -44,12 +44,12 @@ def _translate(opset: int, node: Any) -> list[Any]:
     more = () if length is None else (opset13.reshape(length, np.array([1]), False),)
     match bool(node.get_attribute("onesided", 0)), bool(node.get_attribute("inverse", 0)):
         case True, False:
-            found = opset13.rdft(opset13.squeeze(source, np.array([_PARTS])), axes, *more)
+            transform = opset13.rdft(opset13.squeeze(source, np.array([_PARTS])), axes, *more)
         case True, True:
-            found = opset13.unsqueeze(opset13.irdft(source, axes, *more), np.array([_PARTS]))
+            transform = opset13.unsqueeze(opset13.irdft(source, axes, *more), np.array([_PARTS]))
         case False, inverse:
-            found = (opset13.idft if inverse else opset13.dft)(_complete_parts(source), axes, *more)
-    return list(found.outputs())
+            transform = (opset13.idft if inverse else opset13.dft)(_complete_parts(source), axes, *more)
+    return list(transform.outputs())
 
 
 def _read_axis(opset: int, node: Any) -> int:

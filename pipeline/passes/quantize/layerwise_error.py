@@ -134,19 +134,19 @@ def _follow(
     Returns what these read, and the outputs of the graph on the way, exact and with the rounded value.
     """
     nodes, changed = list(order), dict([written])
-    found: dict[ir.Value, ir.Value] = {}
+    reads: dict[ir.Value, ir.Value] = {}
     waiting = sorted({order[use.node] for use in written[0].uses() if use.node in order})
     queued = set(waiting)
-    while waiting and len(found) < _READS:
+    while waiting and len(reads) < _READS:
         node = nodes[heapq.heappop(waiting)]
         kinds = {attribute.type for attribute in node.attributes.values()}
         if node in ends or not kinds.isdisjoint((ir.AttributeType.GRAPH, ir.AttributeType.GRAPHS)):
             read = [value for value in node.inputs if value in changed and value.dtype in (None, ir.DataType.FLOAT)]
-            found.update((value, changed[value]) for value in read)
+            reads.update((value, changed[value]) for value in read)
             continue
         inputs = [value if value is None else changed.get(value, value) for value in node.inputs]
         attributes = list(node.attributes.values())
-        name = f"{prefix}/written/{node.name}"
+        name = f"{prefix}/written/{node.name or order[node]}"
         copy = ir.Node(node.domain, node.op_type, inputs, attributes, num_outputs=len(node.outputs), name=name)
         graph.append(copy)
         for old, new in zip(node.outputs, copy.outputs, strict=True):
@@ -154,11 +154,11 @@ def _follow(
             new.type, new.shape = old.type, old.shape
             changed[old] = new
             if old.is_graph_output() and old.dtype == ir.DataType.FLOAT:
-                found[old] = new
+                reads[old] = new
             for place in {order[use.node] for use in old.uses() if use.node in order} - queued:
                 queued.add(place)
                 heapq.heappush(waiting, place)
-    return list(found.items())[:_READS]
+    return list(reads.items())[:_READS]
 
 
 def _describe(value: "ir.Value", name: str, shape: "Sequence[str]") -> "ir.Value":
