@@ -350,7 +350,7 @@ def test_a_mask_that_is_made_of_lengths_is_compared_with_lengths(tmp_path: Path,
 
 
 def test_a_branch_may_answer_with_a_value_of_the_graph_around_it(tmp_path: Path) -> None:
-    """As exporters write ``squeeze(1)`` of a size that they do not know; other Identity nodes are removed."""
+    """Exporters write ``squeeze(1)`` of an unknown size so; other Identity nodes are removed."""
     squeeze = [helper.make_node("Squeeze", ["a", "one"], ["s"]), helper.make_node("Identity", ["s"], ["t"])]
     branches = {
         "then_branch": helper.make_graph(squeeze, "then", [], [tensor("t", ["batch", 4])]),

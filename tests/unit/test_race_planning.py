@@ -121,7 +121,7 @@ def test_the_first_lossless_variant_has_more_time_than_the_others() -> None:
 
 
 def test_the_first_variant_has_more_time_where_none_is_lossless() -> None:
-    """Of its search, that is the first trial alone: without one there is no variant."""
+    """Its search may take the first trial alone: without one there is no variant."""
     more = {"engines": ["onnxruntime", "openvino"], "precisions": ["int8"], "budgets": {"max_drop": 0.01}}
     made = planned(data="digits", time_seconds=90, **more)
     ends = {step.id: step.search for step in made.steps}
@@ -428,7 +428,7 @@ def test_latency_is_measured_although_no_time_is_left_to_judge(kind: str, status
 
 
 def test_variants_that_no_time_was_left_to_make_may_be_tried_again() -> None:
-    """What is skipped for that has the time as its reason, too."""
+    """Steps that are skipped for that have the time as their reason, too."""
     active = begun("onnxruntime", "openvino", precisions=["int8"], budgets={"max_drop": 0.01})
     active.add({step: Outcome(step, "done", artifact=GOOD) for step in ("load", "reference")})
     active.add({"export": Outcome("export", "skipped", reason=NO_TIME)})

@@ -64,7 +64,7 @@ _FOREIGN = (
 
 @dataclass(eq=False)
 class Seen:
-    """What the user's code asked for."""
+    """Facts that the user's code asked for."""
 
     files: set[Path] = field(default_factory=set)
     folders: set[Path] = field(default_factory=set)

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 Fault = Literal["", "wrong", "fails"]
 Unordered = Mapping[str, Literal["rows", "positions"]]
 FAILURES = (RuntimeError, ValueError, LookupError, AssertionError, TypeError)
-"""What a program raises for sizes that it was not captured for."""
+"""Errors that a program raises for sizes that it was not captured for."""
 _THRESHOLDS = Thresholds(min_sqnr_db=60, max_error_of_range=1e-3)
 """Another path through the code, or a size that was kept by mistake, is off by far more."""
 _SHORT = 16

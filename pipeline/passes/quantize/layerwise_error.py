@@ -199,7 +199,7 @@ class OwnError(NamedTuple):
     shift: float = 0.0
     """Share of the error's energy that is the error's mean by channel, 0 to 1; 0 where it is not known."""
     output: OutputError | None = None
-    """What rounding its output does besides, in engines that do so; None where that was not measured."""
+    """SQNR that rounding its output leaves besides, in engines that do so; None where that was not measured."""
 
 
 class OwnErrors:

@@ -28,7 +28,7 @@ class End(NamedTuple):
     value: "ir.Value"
     labels: Labels
     epsilon: float = 0.0
-    """What the reader adds to the variance of each channel: beside it, this has to stay small."""
+    """Number that the reader adds to the variance of each channel: beside it, this has to stay small."""
 
 
 @dataclass
