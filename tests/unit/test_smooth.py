@@ -73,12 +73,8 @@ def int4_product(path: Path, value: str, name: str, block: int = 32) -> float:
 
 
 def normalized(outliers: float = 30.0) -> Case:
-    weights = {
-        "scale": uneven(outliers),
-        "shift": normal(WIDTH),
-        "w1": normal(WIDTH, 8),
-        "w2": normal(WIDTH, 4, seed=2),
-    }
+    weights = {"scale": uneven(outliers), "shift": normal(WIDTH), "w1": normal(WIDTH, 8)}
+    weights["w2"] = normal(WIDTH, 4, seed=2)
     nodes = [node("LayerNormalization", "x scale shift", "v")]
     nodes += [node("MatMul", "v w1", "a"), node("MatMul", "v w2", "b"), node("Concat", "a b", "y", axis=-1)]
     return nodes, weights, "v"
