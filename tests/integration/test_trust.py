@@ -3,6 +3,7 @@
 import contextlib
 import runpy
 import signal
+import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -222,6 +223,7 @@ def test_a_module_is_loaded_from_any_folder_and_not_once_it_was_changed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("ENGINESMITH_STORE", str(tmp_path / "store"))
+    monkeypatch.delitem(sys.modules, "net", raising=False)  # that of another test in this process
     optimize(make({"model": write(), "engines": ["eager"], **UNMEASURED}), tmp_path / "run")
     (tmp_path / "elsewhere").mkdir()
     for folder, run in (tmp_path, "run"), (tmp_path / "elsewhere", "../run"):
