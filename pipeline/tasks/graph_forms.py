@@ -486,8 +486,8 @@ class Rescale(Task):
             check = Verify(stage="rescale", engine=simulation(), device=Device(), precision=_FIDELITY, min_sqnr_db=None)
             rejected = check.run(rescaled, Path(scratch), progress).rejected
             copy_folder(model.folder, out)
-        least = [_find_least(group, of_outputs) for group in _read_facts(out / RECORDS)]
-        errors = [error for error in least if error is not None]
+        decibels = [_find_least(group, of_outputs) for group in _read_facts(out / RECORDS)]
+        errors = [error for error in decibels if error is not None]
         summary = (
             f"{len(weak)} of {len(groups)} groups had less than {WEAK_DB:g} dB, {weak[0][1]} {weak[0][0]:.1f} dB; "
             f"{'; '.join(summaries)}; now at least {min(errors):.1f} dB"

@@ -433,6 +433,7 @@ def test_a_run_at_work_keeps_others_out(cli, folder: Path) -> None:
     check(answer, 2, "another run is working in out|wait|--out", folder)
 
 
+@pytest.mark.thorough
 def test_a_folder_that_holds_another_run_is_left_alone(cli, folder: Path) -> None:
     assert cli(*completed("optimize net.py:buidl")).code == 2  # it leaves no result, and so does not stop the next
     assert cli(*completed("optimize net.py:build")).code == 0

@@ -105,6 +105,7 @@ def test_a_second_run_reuses_everything(done: tuple[Path, Run]) -> None:
     assert again.variants == run.variants
 
 
+@pytest.mark.thorough
 def test_variants_share_their_prefix(done: tuple[Path, Run]) -> None:
     folder, _ = done
     seen = Seen()
@@ -115,6 +116,7 @@ def test_variants_share_their_prefix(done: tuple[Path, Run]) -> None:
     assert {record.id for record in run.variants} == {"onnxruntime-fp32", "onnxruntime-fp32-disabled"}
 
 
+@pytest.mark.thorough
 def test_no_cache_does_every_step_again(done: tuple[Path, Run]) -> None:
     folder, run = done
     seen = Seen()

@@ -144,6 +144,7 @@ def test_each_has_its_reason_and_the_rest_is_measured(cli, folder: Path) -> None
         assert words in found[name]["reason"]
 
 
+@pytest.mark.thorough
 def test_a_batch_that_does_not_fit_is_a_row(cli, folder: Path) -> None:
     answer = cli("benchmark", "net.py:large", "--batch", "8", "--memory-limit", LIMIT, "--json", *QUICK)
     assert answer.code == 0, answer.text

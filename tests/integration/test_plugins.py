@@ -51,6 +51,7 @@ def enginesmith(site: Path, home: Path, *words: str) -> "subprocess.CompletedPro
     return subprocess.run(command, env=environment, cwd=home, capture_output=True, text=True, timeout=500)
 
 
+@pytest.mark.thorough
 def test_what_it_brings_is_used_by_name(site: Path, home: Path) -> None:
     done = enginesmith(site, home, *WORDS, "--measure-time", "0.3s", "--out", "run")
     assert done.returncode == 0, done.stdout + done.stderr

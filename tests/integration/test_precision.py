@@ -58,6 +58,7 @@ def test_every_precision_becomes_a_sound_graph(cli: Cli, tmp_path: Path, precisi
     assert {value.type.tensor_type.elem_type for value in (*graph.input, *graph.output)} == {onnx.TensorProto.FLOAT}
 
 
+@pytest.mark.thorough
 def test_fp8_for_onnx_runtime_answers_as_it_is_written(cli: Cli, tmp_path: Path) -> None:
     """The search judges by sessions of ONNX Runtime, which drop a Relu before fp8 by default."""
     given, out, rng = tmp_path / "float.onnx", tmp_path / "fp8.onnx", np.random.default_rng(0)

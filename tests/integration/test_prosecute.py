@@ -211,6 +211,7 @@ def test_an_engine_that_is_wrong_is_reduced_to_its_nodes(tmp_path: Path) -> None
     assert finding.reference.endswith("without optimization")
 
 
+@pytest.mark.thorough
 def test_a_workaround_is_added_to_the_recipe(cli: Cli, tmp_path: Path) -> None:
     """ONNX Runtime's DivMulFusion makes 1 / x * c one division, which does not overflow where 1 / x does."""
     model = graph(

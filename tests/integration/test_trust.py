@@ -153,6 +153,7 @@ def built(model: str) -> dict[str, object]:
     return {"model": model, "measure": measure, **once}
 
 
+@pytest.mark.thorough
 def test_resume_takes_the_model_of_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     settings = Settings(store=tmp_path / "store")
     for name, factor in (("one", 1), ("two", 50)):

@@ -111,6 +111,7 @@ def test_stages_lead_to_the_target() -> None:
     assert PruneTarget.parse("0.3").stages(1)[0].value == pytest.approx(0.3)
 
 
+@pytest.mark.thorough
 def test_a_pruned_model_comes_back_bit_by_bit_and_can_be_pruned_again(tmp_path: Path) -> None:
     first = pruned(loaded(tmp_path), tmp_path / "first", "macs=-40%")
     second = pruned(first, tmp_path / "second", "macs=-40%")
@@ -135,6 +136,7 @@ def test_the_same_pruning_gives_the_same_bytes(tmp_path: Path) -> None:
         assert (tmp_path / "a" / file).read_bytes() == (tmp_path / "b" / file).read_bytes()
 
 
+@pytest.mark.thorough
 def test_weights_alone_can_change(tmp_path: Path) -> None:
     parent = pruned(loaded(tmp_path, NETS), tmp_path / "pruned")
     model = saved.load_artifact(parent)
@@ -283,6 +285,7 @@ def trial(**options: Any) -> TryLatency:
     return TryLatency(prune=wanted(**options), way=ToEngine(engine=OnnxRuntime(), device=Device(), passes=()))
 
 
+@pytest.mark.thorough
 def test_the_trial_that_keeps_the_most_is_made_again(tmp_path: Path) -> None:
     steps: Steps = [(0.6, 0.8), (0.25, 0.4), (0.5, 0.59), (0.55, 0.7)]
     given = inputs(tmp_path, steps)

@@ -115,6 +115,7 @@ def test_it_takes_no_more_time_than_is_left_and_is_made_again_with_more(
     assert not effect.incomplete
 
 
+@pytest.mark.thorough
 def test_the_same_steps_leave_the_same_files(pair: Pair, data: Path, tmp_path: Path) -> None:
     for name in "ab":
         done(task(data, checkpoint_seconds=0 if name == "a" else 600), pair, tmp_path / name)
