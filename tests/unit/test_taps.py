@@ -142,7 +142,7 @@ def test_what_is_scaled_along_with_a_product_has_channels(tmp_path: Path) -> Non
 def test_what_a_normalization_takes_the_sizes_of_has_channels(tmp_path: Path) -> None:
     nodes = (
         helper.make_node("Conv", ["x", "w"], ["a"]),
-        helper.make_node("InstanceNormalization", ["a", "g", "g"], ["b"]),
+        helper.make_node("BatchNormalization", ["a", "g", "g", "g", "g"], ["b"]),
         helper.make_node("Sigmoid", ["b"], ["y"]),
     )
     weights = {"w": np.ones((3, 4, 1, 1), np.float32), "g": np.ones(3, np.float32)}

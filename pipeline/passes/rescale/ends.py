@@ -1,7 +1,7 @@
-"""Limit and choose factors of channels whose readers take them back, as normalizations do.
+"""Limit and choose factors of channels whose readers take them back, as BatchNormalization does.
 
 An engine may have to write what a product makes with one scale for all channels, also where no product reads it: in
-front of BatchNormalization behind an addition, of InstanceNormalization, or of a constant factor of each channel. Then
+front of BatchNormalization behind an addition, or of a constant factor of each channel. Then
 no weight behind says how large channels should be. Each is made as large as it can be without that any value on the
 way grows, on the data that were seen: as large as the largest one, where it goes through one value alone.
 """
@@ -17,16 +17,12 @@ from enginesmith.pipeline.passes.rescale.axes import Labels, find_axis
 from enginesmith.pipeline.passes.rescale.labels import ChannelLabels
 from enginesmith.pipeline.tensors import Array
 
-_NEGLIGIBLE = 1e-4
-"""Share of a variance by which the square of what a normalization divides by may change with factors."""
-
 
 class EndLimits(NamedTuple):
     """Say by what channels may be divided that end at what takes factors back; float64, one for each label."""
 
     smallest: Array
     """0 for channels that end nowhere."""
-    largest: Array
     levels: Array
     """Divisors of channels that products write, and that nothing reads that would not take factors back; else 1."""
 
@@ -40,25 +36,19 @@ class Spread(NamedTuple):
 
 
 def find_limits(channel_labels: ChannelLabels, known: Ranges | None, most: float) -> EndLimits:
-    """Find by what channels may be divided where they end; ``levels`` are no less than 1 / ``most``.
-
-    Channels of which nothing is known stay where a normalization adds a number to their variance.
-    """
+    """Find by what channels may be divided where they end; ``levels`` are no less than 1 / ``most``."""
     count = channel_labels.count
-    smallest, largest, shares = np.zeros(count), np.full(count, np.inf), np.zeros(count)
+    shares = np.zeros(count)
     ended, unknown = np.zeros((2, count), bool)
-    for value, labels, epsilon in channel_labels.ends:
+    for value, labels in channel_labels.ends:
         channels, statistics = labels.reshape(-1), _find_statistics(value, labels, known)
         ended[channels] = True
         unknown[channels] |= statistics is None
-        if epsilon:
-            np.minimum.at(largest, channels, np.sqrt(_NEGLIGIBLE * _compute_variance(statistics) / epsilon))
-    smallest[largest < 1] = 1
     for channels, share in _find_shares(channel_labels, known):
         np.maximum.at(shares, channels, share)
-    smallest = np.where(ended, np.maximum(smallest, shares), 0)
+    smallest = np.where(ended, shares, 0)
     free = _find_free(channel_labels) & ended & ~unknown & (shares > 0)
-    return EndLimits(smallest, np.maximum(largest, 1), np.where(free, np.maximum(smallest, 1 / most), 1))
+    return EndLimits(smallest, np.where(free, np.maximum(smallest, 1 / most), 1))
 
 
 def measure_spread(channel_labels: ChannelLabels, known: Ranges | None, factors: Array) -> Spread:
@@ -75,13 +65,6 @@ def measure_spread(channel_labels: ChannelLabels, known: Ranges | None, factors:
 def _find_ratio(sizes: Array) -> float:
     alive = sizes[sizes > 0]
     return float(alive.max() / alive.min())
-
-
-def _compute_variance(statistics: ChannelStatistics | None) -> Array:
-    if statistics is None:
-        return np.zeros(1)
-    variance: Array = np.subtract(statistics.mean_square, np.square(statistics.mean))
-    return np.maximum(variance, 0)
 
 
 def _find_statistics(value: "ir.Value", labels: Labels, known: Ranges | None) -> ChannelStatistics | None:

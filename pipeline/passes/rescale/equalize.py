@@ -120,7 +120,7 @@ class _Limits:
         smallest[idle] = np.maximum(smallest[idle], 1 / LARGEST_IDLE_FACTOR)
         largest[idle] = np.minimum(largest[idle], LARGEST_IDLE_FACTOR)
         ended = ends.find_limits(channel_labels, ranges, LARGEST_IDLE_FACTOR)
-        smallest, largest = np.maximum(smallest, ended.smallest), np.minimum(largest, ended.largest)
+        smallest = np.maximum(smallest, ended.smallest)
         return cls(np.minimum(smallest, 1), largest, tuple(gone), clipped, idle, ended.levels, live)
 
 

@@ -27,8 +27,6 @@ class End(NamedTuple):
 
     value: "ir.Value"
     labels: Labels
-    epsilon: float = 0.0
-    """Number that the reader adds to the variance of each channel: beside it, this has to stay small."""
 
 
 @dataclass
@@ -127,11 +125,11 @@ class Labeling:
         self.found.count += count
         return np.arange(self.found.count - count, self.found.count)
 
-    def end(self, value: "ir.Value | None", axis: int, count: int, epsilon: float = 0.0) -> Labels:
+    def end(self, value: "ir.Value | None", axis: int, count: int) -> Labels:
         """Return labels for what a node reads whose channels can be scaled without what is behind it."""
         assert value is not None
         labels = self.begin(count).reshape([count if each == axis else 1 for each in range(len(dims(value)))])
-        self.found.ends.append(End(value, labels, epsilon))
+        self.found.ends.append(End(value, labels))
         return labels
 
     def equate(self, first: Labels, second: Labels) -> None:
@@ -247,7 +245,7 @@ class Labeling:
             passed=channel_labels.passed,
             constants=[(node, index, settled[labels]) for node, index, labels in channel_labels.constants],
             returned=[(node, index, settled[labels]) for node, index, labels in channel_labels.returned],
-            ends=[End(value, settled[labels], epsilon) for value, labels, epsilon in channel_labels.ends],
+            ends=[End(value, settled[labels]) for value, labels in channel_labels.ends],
             clips=[(node, settled[labels]) for node, labels in channel_labels.clips],
             sources=[(value, settled[labels]) for value, labels in channel_labels.sources],
             values={

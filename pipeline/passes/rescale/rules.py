@@ -237,8 +237,9 @@ def _move_through_normalization(labeling: "Labeling", node: "ir.Node", labels: L
 def _move_through_channel_normalization(labeling: "Labeling", node: "ir.Node", labels: Labels) -> _Moved:
     """End at the scale and the shift of BatchNormalization or InstanceNormalization: one of each per channel.
 
-    What they read can be scaled apart from that. InstanceNormalization divides by what deviation there is; that of
-    BatchNormalization is constant, so its mean is scaled along, and its scale takes the factor back.
+    What BatchNormalization reads can be scaled apart from that: its deviation is constant, so its mean is scaled along,
+    and its scale takes the factor back. InstanceNormalization adds a number to the variance that each sample has, which
+    is much beside that of a sample of little contrast: what it reads stays.
     """
     own_statistics = node.op_type == "InstanceNormalization"
     given = [edit.read(node.inputs[index]) for index in range(1, 3 if own_statistics else 5)]
@@ -249,11 +250,11 @@ def _move_through_channel_normalization(labeling: "Labeling", node: "ir.Node", l
         return None
     behind = labeling.tie(labels, (axis for axis in range(labels.ndim) if axis != 1)).reshape(-1)
     labeling.found.constants.extend((node, index, behind) for index in (1, 2))
-    epsilon = node.attributes.get_float("epsilon", 1e-5) if own_statistics else 0.0
-    before = labeling.end(node.inputs[0], 1, scale.size, epsilon)
-    if not own_statistics:
-        labeling.found.constants.append((node, 3, before.reshape(-1)))
-        labeling.found.returned.append((node, 1, before.reshape(-1)))
+    if own_statistics:
+        return {}
+    before = labeling.end(node.inputs[0], 1, scale.size)
+    labeling.found.constants.append((node, 3, before.reshape(-1)))
+    labeling.found.returned.append((node, 1, before.reshape(-1)))
     return {0: before}
 
 

@@ -288,9 +288,6 @@ class _Smoother:
         self._movable = ~self._labels.fixed
         for _, passed in self._labels.clips:
             self._movable[passed] = False
-        for _, there, epsilon in self._labels.ends:
-            if epsilon:
-                self._movable[there] = False
         self._costing = np.zeros(self._labels.count, bool)
         """Labels whose factors cost a multiplication."""
         for _, there in self._labels.sources:
