@@ -6,8 +6,7 @@
    What fits the most common cause of the groups that lose much comes before the other changes.
 2. Where none does: with the best of these (where noise decides, one in whose form the least work is in groups that lose
    much), the most sensitive groups stay in floating point: those that alone change the answers most for the work in
-   them. First as many as make most of the error; their number is doubled until it
-   passes, then bisected.
+   them. First as many as make most of the error; their number is doubled until it passes, then bisected.
 3. Of those, the groups with the most work are quantized after all, if that passes too; where impacts are known, work
    has been weighed before.
 4. Where speed was measured: whole kinds of operators that may lose by being quantized stay in floating point.

@@ -1,9 +1,9 @@
 """Limit and choose factors of channels whose readers take them back, as BatchNormalization does.
 
 An engine may have to write what a product makes with one scale for all channels, also where no product reads it: in
-front of BatchNormalization behind an addition, or of a constant factor of each channel. Then
-no weight behind says how large channels should be. Each is made as large as it can be without that any value on the
-way grows, on the data that were seen: as large as the largest one, where it goes through one value alone.
+front of BatchNormalization behind an addition, or of a constant factor of each channel. Then no weight behind says how
+large channels should be. Each is made as large as it can be without that any value on the way grows, on the data that
+were seen: as large as the largest one, where it goes through one value alone.
 """
 
 from collections.abc import Iterator

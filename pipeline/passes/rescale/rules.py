@@ -269,9 +269,6 @@ def _move_through_reduction(labeling: "Labeling", node: "ir.Node", labels: Label
 
 def _move_through_reshape(labeling: "Labeling", node: "ir.Node", labels: Labels) -> _Moved:
     moved = reshape_back(labels, node)
-    for axis in range(moved.ndim if moved is not None else 0):
-        if moved is not None and (moved == moved.take([0], axis)).all():  # one label for a whole group of channels
-            moved = moved.take([0], axis)
     return None if moved is None else {0: moved}
 
 
