@@ -103,6 +103,7 @@ def ask(url: str, data: bytes | None = None, headers: Mapping[str, str] = Mappin
     raise AssertionError("the service does not listen")
 
 
+@pytest.mark.thorough
 def test_the_service_of_the_page_answers(service: tuple[str, Path]) -> None:
     url, bundle = service
     assert ask(f"{url}/health") == (200, {"variant": "onnxruntime-fp32"})

@@ -208,7 +208,8 @@ def test_what_does_not_fit_at_all_is_said(digits: Pair, tmp_path: Path) -> None:
         recovered(task(memory_bytes=1 << 20), digits, tmp_path)
 
 
-@pytest.mark.parametrize("method", ["distil", pytest.param("supervised", marks=pytest.mark.thorough)])
+@pytest.mark.thorough
+@pytest.mark.parametrize("method", ["distil", "supervised"])
 def test_a_network_that_lost_half_of_its_filters_is_recovered(digits: Pair, tmp_path: Path, method: str) -> None:
     _, record = recovered(task(epochs=10, method=method), digits, tmp_path)
     assert top1(digits[MODEL]) < 0.8

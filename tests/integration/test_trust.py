@@ -166,7 +166,8 @@ def test_resume_takes_the_model_of_the_run(tmp_path: Path, monkeypatch: pytest.M
     assert (again.variants[0].artifact, again.created) == (first.variants[0].artifact, first.created)
 
 
-@pytest.mark.parametrize("harm", ["flip", pytest.param("remove", marks=pytest.mark.thorough)])
+@pytest.mark.thorough
+@pytest.mark.parametrize("harm", ["flip", "remove"])
 def test_a_damaged_engine_of_a_run_is_put_right(harm: str, tmp_path: Path) -> None:
     settings = Settings(store=tmp_path / "store")
     run = optimize(make(built(write())), Path("run"), settings)

@@ -174,7 +174,7 @@ def number_rightly(data: Path, inputs: dict[str, Artifact]) -> NDArray[np.int64]
     return np.array([DIGITS.index(drawn.class_names[label].lower()) for label in drawn.labels])
 
 
-@pytest.mark.parametrize("named", [True, False])
+@pytest.mark.parametrize("named", [True, pytest.param(False, marks=pytest.mark.thorough)])
 def test_answers_are_judged_by_the_names_of_the_models_classes(
     load_digits: LoadDigits, digit_folders: Path, named: bool
 ) -> None:

@@ -71,7 +71,7 @@ def done(task: Recover, pair: Pair, out: Path) -> tuple[Effect, Recovery]:
     return effect, read(out)
 
 
-@pytest.mark.parametrize("metric", [None, "top1"])
+@pytest.mark.parametrize("metric", [None, pytest.param("top1", marks=pytest.mark.thorough)])
 def test_without_labels_it_comes_to_agree_with_the_dense_model(
     pair: Pair, unlabeled: Path, tmp_path: Path, metric: str | None
 ) -> None:

@@ -206,7 +206,7 @@ def test_another_number_in_the_module_makes_another_artifact(
     ],
     ids=["attribute", "global", "date"],
 )
-@pytest.mark.parametrize("computes", [True, False])
+@pytest.mark.parametrize("computes", [True, pytest.param(False, marks=pytest.mark.thorough)])
 def test_a_module_that_answers_otherwise_in_another_process_is_refused_there(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, places: dict[str, str], computes: bool
 ) -> None:
