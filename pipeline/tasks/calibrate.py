@@ -1,7 +1,8 @@
 """Compute ranges and channel statistics of a float graph, in one pass over calibration data."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
+from itertools import islice
 from pathlib import Path
 from typing import ClassVar, Literal
 
@@ -12,7 +13,7 @@ from enginesmith.calibration.collector import Collector
 from enginesmith.calibration.dataset import Dataset, find_axes, open_dataset, validate_for_calibration
 from enginesmith.calibration.histogram import PERCENTILE
 from enginesmith.calibration.options import AS_FOUND, DataOptions
-from enginesmith.calibration.ranges import FILE, Provenance, Ranges
+from enginesmith.calibration.ranges import FILE, Provenance, Ranges, load
 from enginesmith.calibration.synthetic import lazy_synthetic
 from enginesmith.calibration.user_code import is_reference
 from enginesmith.pipeline.artifact import Artifact, Effect, Kind
@@ -35,6 +36,12 @@ _ENOUGH_HELD_OUT = 8
 """Samples that fidelity is judged on without a note."""
 _REPORTS = 10
 """Progress reports of a pass."""
+BEFORE = "before"
+"""Input: the graph that this one was made from, if its ranges are known."""
+_COMPARED = 8
+"""Feeds on which values of both graphs are compared."""
+_ALIKE = 1e-4
+"""Share of a channel's largest number by which they may differ there, and still have the same ranges."""
 
 
 @dataclass(frozen=True)
@@ -184,7 +191,10 @@ class Feeder(BaseModel, frozen=True, extra="forbid"):
 
 
 class Calibrate(Task):
-    """Run the float graph over the data and write down what its values are like."""
+    """Run the float graph over the data and write down what its values are like.
+
+    Where a pass made the graph from one with known ranges, values that it left as they were keep theirs.
+    """
 
     title: ClassVar[str] = "calibrate"
     produces: ClassVar[Kind] = "record"
@@ -197,16 +207,19 @@ class Calibrate(Task):
         model = inputs["model"]
         feeding, read = self.feeder.open(model, inputs["reference"])
         chosen = find_calibration_points(edit.load(model.path))
-        collector = Collector(chosen.histograms, chosen.channels)
-        _collect(model, feeding, chosen, collector, progress)
+        known = _find_kept(model, inputs, chosen, feeding)
+        taps = [name for name in chosen.taps if name not in known.tensors]
+        channels = {name: axis for name, axis in chosen.channels.items() if name not in known.tensors}
+        collector = Collector(chosen.histograms - known.tensors.keys(), channels)
+        _collect(model, feeding, taps, chosen.products, collector, progress)
         progress("choosing ranges")
-        ranges_by_source = collector.tensors(self.percentile)
+        ranges_by_source = {**known.tensors, **collector.tensors(self.percentile)}
         sources = ((name, chosen.same.get(name, name)) for name in chosen.values)  # in the order of computation
         ranges = Ranges(
             model_sha256=model.sha256,
             provenance=feeding.provenance,
             tensors={name: ranges_by_source[source] for name, source in sources if source in ranges_by_source},
-            channels=collector.channels(),
+            channels={**known.channels, **collector.channels()},
         )
         (out / FILE).write_text(ranges.model_dump_json() + "\n", encoding="utf-8")
         histograms = sum(tensor.amax is not None for tensor in ranges.tensors.values())
@@ -219,8 +232,62 @@ class Calibrate(Task):
         )
 
 
+def _find_kept(model: Artifact, inputs: Inputs, chosen: CalibrationPoints, feeding: Feeding) -> Ranges:
+    """Find the ranges that hold for a graph of those of the one that it was made from; none, where there is no such.
+
+    A value keeps them if its channels, or all its numbers where it has none, are the same in a few feeds. Of channels
+    that are 0 there, only those are the same that always were 0.
+    """
+    kept = Ranges(model_sha256=model.sha256, provenance=feeding.provenance, tensors={}, channels={})
+    if BEFORE not in inputs:
+        return kept
+    before = inputs[BEFORE]
+    known = load(inputs["ranges"].folder / FILE, model_sha256=before.sha256)
+    if known.provenance != feeding.provenance:
+        return kept
+    names = [name for name in chosen.taps if name in known.tensors and _has_statistics(name, chosen, known)]
+    sizes, differences = dict[str, Array](), dict[str, Array]()
+    with open_activation_capture(model.path, names) as after, open_activation_capture(before.path, names) as earlier:
+        for feeds in islice(feeding, _COMPARED):
+            values, given = after.run(feeds), earlier.run(feeds)
+            for name in names:
+                new, old = values.pop(name), given.pop(name)
+                axis = known.channels[name].axis if name in known.channels else None
+                apart = new - old if new.shape == old.shape else np.full_like(old, np.inf)
+                sizes[name] = np.maximum(sizes.get(name, 0.0), _find_largest(old, axis))
+                differences[name] = np.maximum(differences.get(name, 0.0), _find_largest(apart, axis))
+    for name in names:
+        tensor = known.tensors[name]
+        always = known.channels[name].amax if name in known.channels else max(-tensor.minimum, tensor.maximum)
+        seen = (sizes[name] > 0) | (np.asarray(always) == 0)
+        if bool((seen & (differences[name] <= _ALIKE * sizes[name])).all()):
+            kept.tensors[name] = tensor
+            if name in known.channels:
+                kept.channels[name] = known.channels[name]
+    return kept
+
+
+def _has_statistics(name: str, chosen: CalibrationPoints, known: Ranges) -> bool:
+    """Check that all is known of a value that calibration of this graph asks for."""
+    tensor, channels = known.tensors[name], known.channels.get(name)
+    if name in chosen.histograms and tensor.finite and tensor.amax is None:
+        return False
+    return tensor.finite and (name not in chosen.channels or channels is not None)
+
+
+def _find_largest(values: Array, axis: int | None) -> Array:
+    """Find the largest magnitude by channel; of all numbers, where there is no axis of channels."""
+    others = None if axis is None else tuple(each for each in range(values.ndim) if each != axis)
+    return np.asarray(np.abs(values).max(axis=others, initial=0.0))
+
+
 def _collect(
-    model: Artifact, feeding: Feeding, chosen: CalibrationPoints, collector: Collector, progress: Progress
+    model: Artifact,
+    feeding: Feeding,
+    taps: Sequence[str],
+    products: Collection[str],
+    collector: Collector,
+    progress: Progress,
 ) -> None:
     """Run the float graph over all feeds.
 
@@ -229,16 +296,16 @@ def _collect(
         DataError: the same, for a sample that has NaN.
     """
     every = -(-len(feeding) // _REPORTS)
-    with open_activation_capture(model.path, chosen.taps) as session:
+    with open_activation_capture(model.path, taps) as session:
         for index, feeds in enumerate(feeding):
             if index % every == 0:
                 progress(f"running the float graph, {index} of {len(feeding)} feeds done")
             values = session.run(feeds)
-            for name in chosen.taps:
+            for name in taps:
                 collector.add(name, values.pop(name))
-            if all(map(collector.finite, chosen.products)):
+            if all(map(collector.finite, products)):
                 continue
-            first = next(name for name in chosen.taps if not collector.finite(name))
+            first = next(name for name in taps if not collector.finite(name))
             maker = next((node for node in model_file.skeleton(model.path).graph.node if first in node.output), None)
             origin = f", made by the {maker.op_type} node {maker.name!r}," if maker else ""
             row = feeding.provenance.rows[index * feeding.provenance.batch]

@@ -29,7 +29,7 @@ from enginesmith.pipeline.passes.quantize.search import GroupFact
 from enginesmith.pipeline.passes.run import run_pass
 from enginesmith.pipeline.system.device import Device
 from enginesmith.pipeline.tasks.base import RECORDS, Inputs, Task, read_models, scratch_artifact, write_records
-from enginesmith.pipeline.tasks.calibrate import Calibrate, Feeder
+from enginesmith.pipeline.tasks.calibrate import BEFORE, Calibrate, Feeder
 from enginesmith.pipeline.tasks.verify import Verify
 from enginesmith.pipeline.tensors import Array, Feeds, find_fill
 
@@ -474,8 +474,10 @@ class Rescale(Task):
                 if new_model.sha256 == file_digest(model.path):
                     continue  # passed on as it was
                 summaries.append(effect.summary)
+                known = {BEFORE: model, RANGES: records[RANGES]}
                 model = new_model
-                reads.update(self.calibration.run({MODEL: model, REFERENCE: reference}, folder, progress).reads)
+                calibrated = self.calibration.run({MODEL: model, REFERENCE: reference, **known}, folder, progress)
+                reads.update(calibrated.reads)
                 records[RANGES] = scratch_artifact("record", folder / RANGES_FILE, None)
             if model is given:
                 return _pass_on(given, out, "no channels can be scaled against each other")

@@ -2,6 +2,7 @@
 
 import json
 from pathlib import Path
+from types import MappingProxyType
 
 import numpy as np
 import onnx
@@ -16,14 +17,21 @@ from enginesmith.pipeline.artifact import Artifact, Effect
 from enginesmith.pipeline.errors import DataError, ModelError
 from enginesmith.pipeline.frameworks import samples
 from enginesmith.pipeline.frameworks.onnx import model_file
-from enginesmith.pipeline.tasks.calibrate import Calibrate, Feeder
+from enginesmith.pipeline.tasks.base import Inputs
+from enginesmith.pipeline.tasks.calibrate import BEFORE, Calibrate, Feeder
 from enginesmith.pipeline.tensors import Array, ShapeRange, Signature, TensorSpec
 from graphs import quiet
 
 WEIGHT = np.random.default_rng(0).standard_normal((64, 10)).astype(np.float32)
 
 
-def network(folder: Path, *middle: onnx.NodeProto, batch: int | str = "batch") -> Artifact:
+def network(
+    folder: Path,
+    *middle: onnx.NodeProto,
+    batch: int | str = "batch",
+    sha256: str = "model",
+    weights: dict[str, Array] | None = None,
+) -> Artifact:
     """Digits' input, flattened, through a MatMul and nodes from ``product`` to ``y``."""
     nodes = [
         helper.make_node("Flatten", ["image"], ["flat"]),
@@ -34,11 +42,11 @@ def network(folder: Path, *middle: onnx.NodeProto, batch: int | str = "batch") -
         [helper.make_tensor_value_info("image", TensorProto.FLOAT, [batch, 1, 8, 8])],
         [helper.make_tensor_value_info("y", TensorProto.FLOAT, [batch, 10])],
     )
-    weights = {"w": WEIGHT, "zero": np.float32(0), "none": np.float32(-np.inf)}
+    weights = weights or {"w": WEIGHT, "zero": np.float32(0), "none": np.float32(-np.inf)}
     body = helper.make_graph(nodes, "g", *ends, [numpy_helper.from_array(one, name) for name, one in weights.items()])
     path = folder / "model.onnx"
     onnx.save(helper.make_model(body, opset_imports=[helper.make_opsetid("", 17)], ir_version=8), path)
-    return Artifact(kind="onnx", path=path, sha256="model", bytes=0, signature=model_file.signature(path))
+    return Artifact(kind="onnx", path=path, sha256=sha256, bytes=0, signature=model_file.signature(path))
 
 
 def reference(folder: Path, data: str = "synthetic", batch: str | None = "batch") -> Artifact:
@@ -58,12 +66,18 @@ def reference(folder: Path, data: str = "synthetic", batch: str | None = "batch"
 
 
 def calibrated(
-    folder: Path, model: Artifact, beside: Artifact, data: str | None = "digits", count: int = 8, **options: float
+    folder: Path,
+    model: Artifact,
+    beside: Artifact,
+    data: str | None = "digits",
+    count: int = 8,
+    before: Inputs = MappingProxyType({}),
+    **options: float,
 ) -> tuple[Ranges, Effect]:
     out = folder / "out"
     out.mkdir(exist_ok=True)
     task = Calibrate(feeder=Feeder(data=data, samples=count, seed=0), **options)
-    effect = task.run({"model": model, "reference": beside}, out, quiet)
+    effect = task.run({"model": model, "reference": beside, **before}, out, quiet)
     return load(out / effect.file, model_sha256=model.sha256), effect
 
 
@@ -86,6 +100,47 @@ def test_ranges_are_those_of_the_samples_that_are_named(tmp_path: Path) -> None:
     assert found.channels["flat"].mean == pytest.approx(raw(found).mean(0).tolist(), rel=1e-6)
     assert effect.summary == "8 samples of digits/calibration, 4 values, 4 histograms"
     assert not effect.notes
+
+
+def test_values_that_a_pass_left_as_they_were_keep_their_ranges(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The first product's numbers are twice as large here, and the second one's are the same.
+
+    Pixels that are 0 in all samples which are compared tell nothing, unless they always were 0.
+    """
+    random = np.random.default_rng(1)
+    first, second = (random.standard_normal(shape).astype(np.float32) for shape in ((64, 10), (10, 10)))
+    second[:, 0] = -np.abs(second[:, 0])
+    nodes = (
+        helper.make_node("Relu", ["product"], ["clipped"]),
+        helper.make_node("MatMul", ["clipped", "second"], ["mixed"], name="behind"),
+        helper.make_node("Relu", ["mixed"], ["y"]),
+    )
+    graphs = []
+    for folder, factor in (("before", 1), ("after", 2)):
+        (tmp_path / folder).mkdir()
+        weights = {"w": first * np.float32(factor), "second": second / np.float32(factor)}
+        graphs.append(network(tmp_path / folder, *nodes, sha256=folder, weights=weights))
+    beside, added = reference(tmp_path), set[str]()
+    known, _ = calibrated(tmp_path, graphs[0], beside, count=40)
+    alone, _ = calibrated(tmp_path, graphs[1], beside, count=40)
+    (record := tmp_path / "known").mkdir()
+    (record / FILE).write_text(known.model_dump_json())
+    before = {BEFORE: graphs[0], "ranges": Artifact(kind="record", path=record / FILE, sha256="", bytes=0)}
+    add = Collector.add
+
+    def count(self: Collector, name: str, values: Array) -> None:
+        added.add(name)
+        add(self, name, values)
+
+    monkeypatch.setattr(Collector, "add", count)
+    found, _ = calibrated(tmp_path, graphs[1], beside, count=40, before=before)
+    assert added == {"flat", "product", "clipped"}
+    assert found.tensors["clipped"].maximum == pytest.approx(2 * known.tensors["clipped"].maximum)
+    assert found.channels == alone.channels
+    for name, tensor in alone.tensors.items():
+        assert found.tensors[name].amax == pytest.approx(tensor.amax, rel=1e-3)
 
 
 def test_the_same_inputs_give_the_same_bytes(tmp_path: Path) -> None:
