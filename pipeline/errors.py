@@ -183,6 +183,8 @@ class StepTimeout(StepError, failure="timeout"):
     """The process ran past its time limit."""
 
 
+DROPPED = "dropped: "
+"""Begins the reason of a variant that is not wrong, and not worth more time."""
 NO_TIME = "no time was left to try it"
 """Reason of what was not begun, or was ended, because the time of the whole run was over."""
 OVER_SHARE = "it was stopped, as it took more than its share of the time (--time gives more)"

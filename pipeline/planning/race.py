@@ -15,7 +15,7 @@ from enginesmith.pipeline.planning.plan import REFERENCE, Plan, Step, StepRef, V
 from enginesmith.pipeline.planning.prosecution import keep_seconds
 from enginesmith.pipeline.recipe import Recipe
 from enginesmith.pipeline.tasks.measure import VERIFIED
-from enginesmith.pipeline.tasks.mixed_precision import ASSIGNMENT, Search
+from enginesmith.pipeline.tasks.mixed_precision import ASSIGNMENT, RIVAL, Search
 from enginesmith.pipeline.tasks.race import CHOICE, EARLIER, PRUNED_CHOICE, RACE, STAY, Race, Stay
 from enginesmith.pipeline.tasks.verify import Verify
 
@@ -99,6 +99,8 @@ def plan_race(
         wants = {**race.optional_inputs, PRUNED_CHOICE: gate.id} if gate else race.optional_inputs
         race = replace(race, inputs={**race.inputs, EARLIER: first.id}, optional_inputs=wants)
     all_steps += [*(choices[variant.id] for variant in slow if variant.id in choices), race]
+    if recipe.variants == "found" and recipe.speed_decides and recipe.objective != "throughput":
+        all_steps = _add_rivals(all_steps, quick)
     if not slow and not any(variant.name.quantizer == "qat" for variant in racing):
         all_steps = _extend_last_search(all_steps)
     staying = {}
@@ -234,6 +236,27 @@ def _extend_last_search(steps: Sequence[Step]) -> list[Step]:
     last = {trial for trial in trials if trial.subject[:-1] == trials[-1].subject[:-1]}  # without their numbers
     more = {"time_share": _LAST_SEARCH}
     return [replace(step, task=step.task.model_copy(update=more)) if step.id in last else step for step in steps]
+
+
+def _add_rivals(steps: Sequence[Step], racing: Sequence[Variant]) -> list[Step]:
+    """Let searches on one engine end early where a lossless variant of another one is much faster."""
+    lossless = [variant for variant in racing if _is_lossless(variant)]
+    result = []
+    for step in steps:
+        if isinstance(step.task, Search) and step.task.runs_here:
+            rivals = {each.id: each for each in lossless if each.engine.name != step.task.engine.name}
+            wants = {
+                role: ref
+                for name, rival in rivals.items()
+                for role, ref in (
+                    (f"{RIVAL} {name}", rival.artifact),
+                    (f"{RIVAL} {name} {VERIFIED}", rival.verified[-1]),
+                )
+            }
+            task = step.task.model_copy(update={"rivals": {name: rival.engine for name, rival in rivals.items()}})
+            step = replace(step, task=task, optional_inputs={**step.optional_inputs, **wants})
+        result.append(step)
+    return result
 
 
 def _is_lossless(variant: Variant) -> bool:

@@ -10,7 +10,15 @@ from typing import Any, NamedTuple
 from enginesmith.calibration.ranges import FILE as RANGES_FILE
 from enginesmith.pipeline.artifact import Artifact
 from enginesmith.pipeline.engines.base import TUNING
-from enginesmith.pipeline.errors import LATE, NO_TIME, NO_TIME_TO_MEASURE, StepCrashed, UnsupportedGraph, WrongEngine
+from enginesmith.pipeline.errors import (
+    DROPPED,
+    LATE,
+    NO_TIME,
+    NO_TIME_TO_MEASURE,
+    StepCrashed,
+    UnsupportedGraph,
+    WrongEngine,
+)
 from enginesmith.pipeline.execution.events import Outcome, Outcomes
 from enginesmith.pipeline.frameworks import samples
 from enginesmith.pipeline.frameworks.onnx.model_file import ASKED
@@ -118,7 +126,7 @@ def make_record(
     assignment = _read_assignment(variant, plan, outcomes)
     race = _read_race(variant, outcomes)
     if dropped := next((row.dropped for row in race if row.dropped), ""):  # steps shared with others tell of the first
-        unfinished = unfinished and f"dropped: {dropped}"
+        unfinished = unfinished and f"{DROPPED}{dropped}"
     late = LATE.get(unfinished)
     searched = artifact_of(outcomes, variant.assignment)
     if unfinished == NO_TIME and (build or race):
@@ -350,7 +358,7 @@ def explain_end(variant: Variant, plan: Plan, outcomes: Outcomes, rows: tuple[La
             rejected = outcome.artifact.rejected
             if name == variant.assignment and (cut := _find_cut(variant, outcomes)):
                 return cut
-            if name.kind in (STAY, "sensitivity") or name in variant.recovered:
+            if name.kind in (STAY, "sensitivity") or name in variant.recovered or rejected.startswith(DROPPED):
                 return End(unfinished=rejected)
             return End(rejected, WrongEngine.failure, missing)
     latency = None if variant.unavailable else _latency_step(variant, plan)

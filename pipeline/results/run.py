@@ -14,7 +14,7 @@ from pydantic import AfterValidator, BaseModel, Field
 
 from enginesmith.pipeline.artifact import HistoryEntry
 from enginesmith.pipeline.engines.base import EngineFacts
-from enginesmith.pipeline.errors import Late, UsageError
+from enginesmith.pipeline.errors import DROPPED, Late, UsageError
 from enginesmith.pipeline.frameworks.records import Coverage, PruningFacts
 from enginesmith.pipeline.measure.prosecution.finding import Prosecution
 from enginesmith.pipeline.measure.quality import Quality
@@ -232,8 +232,9 @@ class VariantRecord(BaseModel, frozen=True):
 
     @property
     def dropped(self) -> str:
-        """Return the reason why it was not measured in full after the race; empty if it was."""
-        return next((row.dropped for row in self.race if row.dropped), "")
+        """Return the reason why it was not measured in full, or not made; empty if it was."""
+        own = self.reason.removeprefix(DROPPED) if self.reason.startswith(DROPPED) else ""
+        return next((row.dropped for row in self.race if row.dropped), own)
 
     def row(self, batch: int) -> LatencyRow | None:
         """Look up the latency at a batch size; None if it was not measured."""

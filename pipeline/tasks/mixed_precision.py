@@ -17,7 +17,7 @@ from pydantic import BaseModel, Field, SerializeAsAny
 from enginesmith.calibration.options import PartOptions
 from enginesmith.pipeline.artifact import Artifact, Effect, Kind
 from enginesmith.pipeline.engines.base import BuildRequest, Engine, Session
-from enginesmith.pipeline.errors import MissingCapability, ModelError
+from enginesmith.pipeline.errors import DROPPED, MissingCapability, ModelError
 from enginesmith.pipeline.frameworks import samples
 from enginesmith.pipeline.frameworks.fidelity import Fidelity, compare_calls, describe_failure, thresholds_for
 from enginesmith.pipeline.frameworks.onnx import edit, evaluator, model_file
@@ -52,7 +52,7 @@ from enginesmith.pipeline.tasks.base import (
 from enginesmith.pipeline.tasks.build import Transform
 from enginesmith.pipeline.tasks.graph_forms import MODEL, REFERENCE, find_form, measure_impacts, read_forms
 from enginesmith.pipeline.tasks.load import read_ranges
-from enginesmith.pipeline.tasks.measure import measure_beside, this_machine
+from enginesmith.pipeline.tasks.measure import VERIFIED, measure_beside, this_machine
 from enginesmith.pipeline.tasks.quality import BASELINE, Quality
 from enginesmith.pipeline.units import format_metric
 
@@ -66,6 +66,11 @@ _LITTLE, _NEARER = 0.2, 0.75
 left with it: what hardly helps is trained as well."""
 _log = logging.getLogger(__name__)
 _SPEED_SECONDS = 2.0
+RIVAL = "rival"
+"""Role of another variant's engine: ``rival V`` for the variant V, and ``rival V verified`` for its check."""
+_OUTPACED = 1.3
+"""Times by which such a variant is faster than everything quantized, where no search follows. A search that leaves
+groups in floating point gains by other types between them, and options that are tuned by a tenth."""
 _FAR = 1e9
 """Distance at which outputs are too far from eager's for a metric, so that it was not computed."""
 
@@ -176,6 +181,8 @@ class Search(Task):
     """The engine itself runs the trials, and speed may decide, too: what is found then holds for this machine alone."""
     casts: bool = False
     """The engine casts the float graph by itself, where nothing is to stay in float32."""
+    rivals: dict[str, SerializeAsAny[Engine]] = Field(default_factory=dict)
+    """Engines of variants that lose nothing. Where one is much faster, nothing is left in floating point here."""
 
     @property
     def environment_key(self) -> dict[str, Any]:
@@ -189,6 +196,7 @@ class Search(Task):
         candidate, impacts, measured = choose(), dict[str, float](), True
         late = self._is_late(trials)  # more time continues it
         ended = late or sum(trial.seconds + trial.impact_seconds for trial in trials) >= _SEARCH_SECONDS
+        ended |= any(trial.outpaced for trial in trials)
         reads: tuple[Path, ...] = ()
         if candidate and not ended:
             start = time.monotonic()
@@ -199,16 +207,18 @@ class Search(Task):
                 candidate = choose(impacts) or candidate
             seconds = {"impact_seconds": round(time.monotonic() - start, 3)}
             progress(candidate.why)
-            trial, reads = self._try(candidate, forms[candidate.form], inputs, progress)
+            trial, reads = self._try(candidate, forms[candidate.form], inputs, progress, first=not trials)
             trials.append(trial.model_copy(update={"impacts": impacts, **seconds}))
             parts = [f"drop {format_metric(trial.drop)}"] if trial.drop is not None else []
             parts += [f"SQNR {trial.sqnr_db:.1f} dB"] if trial.sqnr_db is not None else []
             parts += [f"{trial.speedup:.2f}× the float graph's speed"] if trial.speedup else []
             verdict = ("reaches the goal" if trial.fits else "above --max-size") if trial.passed else trial.reason
+            verdict += f"; {trial.outpaced}" if trial.outpaced else ""
             summary = f"{trial.why}: {', '.join(parts)}; {verdict}"
         else:
             winner = best(trials, forms["given"])
-            summary = "the time for the search is up" if candidate else "the search is over"
+            outpaced = any(trial.outpaced for trial in trials)
+            summary = "the time for the search is up" if candidate and not outpaced else "the search is over"
             summary += f": {winner.why}" if winner else ": nothing reaches the goal"
         incomplete = (bool(candidate) and late) or not measured
         return write_records(out, trials, summary, reads=reads, incomplete=incomplete)
@@ -222,13 +232,13 @@ class Search(Task):
         return bool(trials) and 2 * median(trial.seconds for trial in trials) > self.left_seconds
 
     def _try(
-        self, candidate: Candidate, groups: Sequence[GroupFact], inputs: Inputs, progress: Progress
+        self, candidate: Candidate, groups: Sequence[GroupFact], inputs: Inputs, progress: Progress, *, first: bool
     ) -> tuple[Trial, tuple[Path, ...]]:
         start = time.monotonic()
         with tempfile.TemporaryDirectory(prefix="enginesmith-search-") as scratch:
             graph, out = self._quantize(candidate, groups, inputs, Path(scratch), progress), Path(scratch, "engine")
             out.mkdir()
-            gain, fits = None, True
+            gain, fits, outpaced = None, True, ""
             try:
                 if not self.runs_here:
                     raise MissingCapability(f"{self.engine.name} cannot run on this machine")
@@ -241,6 +251,8 @@ class Search(Task):
                     sides = {"float": (self.engine, inputs[FLOAT]), "quantized": (self.engine, built)}
                     _, row = measure_beside(sides, self.device, inputs[REFERENCE], _SPEED_SECONDS, progress)
                     gain = None if row.speedup_disturbed else row.speedup
+                elif first and not judged.passed and candidate.phase == "everything":
+                    outpaced = self._find_faster(built, inputs, progress)
             except (ModelError, MissingCapability) as error:
                 if not (self.runs_here and KINDS[self.step.precision].lowered):
                     _log.info("judged by simulation: %s", error)  # the engine's own steps say so of the variant
@@ -255,10 +267,26 @@ class Search(Task):
             speedup=gain.median if gain else None,
             speedup_range=(gain.low, gain.high) if gain else None,
             fits=fits,
+            outpaced=outpaced,
             seconds=round(time.monotonic() - start, 3),
             **judged.model_dump(),
         )
         return trial, reads
+
+    def _find_faster(self, built: Artifact, inputs: Inputs, progress: Progress) -> str:
+        """Say which rival is so much faster than everything quantized that no search is worth its time; else nothing.
+
+        What is quantized then has failed, so that some of it would have to stay in floating point.
+        """
+        for name, engine in self.rivals.items():
+            if not {f"{RIVAL} {name}", f"{RIVAL} {name} {VERIFIED}"} <= inputs.keys():
+                continue
+            sides = {"quantized": (self.engine, built), name: (engine, inputs[f"{RIVAL} {name}"])}
+            _, row = measure_beside(sides, self.device, inputs[REFERENCE], _SPEED_SECONDS, progress)
+            gain = row.speedup
+            if gain and gain.low > _OUTPACED and not (gain.too_noisy or row.speedup_disturbed):
+                return f"{name} is {gain.times()} faster than that, and loses nothing"
+        return ""
 
     def _measure_impacts(
         self,
@@ -318,6 +346,8 @@ class Assign(Task):
 
     def run(self, inputs: Inputs, out: Path, progress: Progress) -> Effect:
         forms, trials = read_forms(inputs, self.step), _read_trials(inputs)
+        if outpaced := next((trial for trial in trials if trial.outpaced), None):
+            return write_records(out, [], rejected=f"{DROPPED}{outpaced.why}: {outpaced.reason}; {outpaced.outpaced}")
         if self.to_train:
             chosen, rejected = self._choose_to_train(forms, trials)
         else:

@@ -9,7 +9,7 @@ from pydantic import Field, SerializeAsAny
 
 from enginesmith.pipeline.artifact import Effect, Kind
 from enginesmith.pipeline.engines.base import Candidate, Engine
-from enginesmith.pipeline.errors import NO_TIME, ModelError
+from enginesmith.pipeline.errors import DROPPED, NO_TIME, ModelError
 from enginesmith.pipeline.measure.latency.benchmark import LatencySettings
 from enginesmith.pipeline.measure.latency.rows import LatencyBenchmark
 from enginesmith.pipeline.measure.quality import Quality
@@ -308,7 +308,7 @@ class Stay(Task):
         qualities = read_models(inputs.get(CHOICE), Quality)
         rejected = "" if "" in ends else ends[0]
         if not rejected and (lost := explain_drop(qualities, self.max_drop)):
-            rejected = f"dropped: {lost}"
+            rejected = f"{DROPPED}{lost}"
         return write_records(out, [], "it stays in the race", rejected=rejected)
 
 
@@ -321,4 +321,4 @@ def _find_end(rows: Sequence[RaceRow]) -> str:
     failed = next((row.failure for row in rows if row.failure), "")
     if failed not in ("", NO_TIME):
         raise ModelError(f"it failed in the race: {failed}")
-    return next((f"dropped: {row.dropped}" for row in rows if row.dropped), failed)
+    return next((f"{DROPPED}{row.dropped}" for row in rows if row.dropped), failed)

@@ -320,6 +320,28 @@ def test_the_last_search_takes_what_is_left_unless_something_slow_follows(tmp_pa
     assert shares == {"onnxruntime": {0.5}, "openvino": {0.5 if trains else 0.9}}
 
 
+@pytest.mark.parametrize(
+    ("asked", "ends"),
+    [
+        ({}, True),
+        ({"budgets": {"max_drop": 0.01, "max_size_bytes": 1 << 20}}, False),
+        ({"engines": ["onnxruntime", "openvino"], "precisions": ["fp32", "int8"]}, False),
+    ],
+)
+def test_a_search_ends_early_where_speed_alone_decides_among_variants_that_were_found(
+    asked: dict[str, Any], ends: bool
+) -> None:
+    steps = planned(**{"data": "digits", "budgets": {"max_drop": 0.01}, "time_seconds": 600, **asked}).steps
+    rivals = defaultdict(set)
+    for step in steps:
+        if isinstance(step.task, Search):
+            rivals[step.task.engine.name].add(tuple(step.task.rivals))
+            roles = {role for name in step.task.rivals for role in (f"rival {name}", f"rival {name} verified")}
+            assert roles == {role for role in step.optional_inputs if role.startswith("rival")}
+    expected = {"onnxruntime": {("openvino-fp32",)}, "openvino": {("onnxruntime-fp32",)}}
+    assert rivals == (expected if ends else dict.fromkeys(expected, {()}))
+
+
 def test_what_is_pruned_waits_for_its_dense_variant_and_for_its_own_loss() -> None:
     made = planned(data="digits", budgets={"max_drop": 0.01}, time_seconds=600)
     order = [step.id for step in made.steps]

@@ -3,6 +3,7 @@
 import json
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -10,15 +11,17 @@ import pytest
 from enginesmith.calibration.options import PartOptions
 from enginesmith.pipeline.artifact import Artifact
 from enginesmith.pipeline.engines import simulation
+from enginesmith.pipeline.engines.onnxruntime.engine import OnnxRuntime
 from enginesmith.pipeline.errors import ModelError
 from enginesmith.pipeline.frameworks import samples
 from enginesmith.pipeline.frameworks.samples import Case, Samples
 from enginesmith.pipeline.measure.quality import Quality
+from enginesmith.pipeline.measure.statistics import Interval
 from enginesmith.pipeline.passes.quantize.layers import NothingToQuantize
 from enginesmith.pipeline.passes.quantize.precision import Precision
 from enginesmith.pipeline.passes.quantize.search import Trial
 from enginesmith.pipeline.system.device import Device
-from enginesmith.pipeline.tasks import graph_forms
+from enginesmith.pipeline.tasks import graph_forms, mixed_precision
 from enginesmith.pipeline.tasks.base import RECORDS, read_models, write_records
 from enginesmith.pipeline.tasks.calibrate import Feeder
 from enginesmith.pipeline.tasks.graph_forms import REFERENCE, Sensitivity
@@ -30,12 +33,13 @@ from two_products import prepare
 FAILED = Trial(passed=False, error=1.0, phase="everything", method="mse", kept=(), why="everything quantized")
 
 
-def search(inputs: dict[str, Artifact], folder: Path) -> list[Trial]:
-    """Make three trials for a goal that int8 cannot reach."""
+def search(inputs: dict[str, Artifact], folder: Path, **fields: Any) -> list[Trial]:
+    """Make three trials for a goal that int8 cannot reach, unless the search ends before."""
     engine = simulation()
     goal = Goal(threshold="int8", min_sqnr_db=150, max_drop=None, quality=None, simulation=engine)
     step = Precision(precision="int8", placement="inputs+read outputs", method="minmax")
-    task = Search(step=step, engine=engine, device=Device(), goal=goal, methods=("minmax",), keep=())
+    settings = {"step": step, "engine": engine, "device": Device(), "goal": goal, "methods": ("minmax",), "keep": ()}
+    task = Search(**{**settings, **fields})
     for index in range(3):
         (out := folder / str(index)).mkdir()
         effect = task.run(inputs, out, lambda _: None)
@@ -94,6 +98,40 @@ def test_the_first_trial_with_groups_in_floating_point_measures_impacts_and_the_
     assert [set(trial.impacts) for trial in trials] == [set(), {"first", "second"}, set()]
     assert all(trial.seconds > 0 for trial in trials)
     assert [trial.impact_seconds > 0.001 for trial in trials] == [False, True, False]
+
+
+@pytest.mark.parametrize(
+    ("speedup", "disturbed", "ends"),
+    [
+        (Interval(median=1.5, low=1.4, high=1.6), False, True),
+        (Interval(median=1.5, low=1.2, high=1.8), False, False),
+        (Interval(median=1.5, low=1.4, high=1.6), True, False),
+        (None, False, False),
+    ],
+)
+def test_a_search_ends_where_a_rival_is_much_faster_than_everything_quantized(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, speedup: Interval | None, disturbed: bool, ends: bool
+) -> None:
+    """It would only have made it slower, and it could not win; nobody says that it is wrong."""
+    rows = [None, SimpleNamespace(speedup=speedup, speedup_disturbed=disturbed)]
+    monkeypatch.setattr(mixed_precision, "measure_beside", lambda *_: rows)
+    inputs, rival = prepare(tmp_path), OnnxRuntime()
+    float_engine = {"rival other-fp32": inputs["model"], "rival other-fp32 verified": inputs["model"]}
+    trials = search(
+        {**inputs, **float_engine}, tmp_path, engine=OnnxRuntime(), runs_here=True, rivals={"other-fp32": rival}
+    )
+    assert len(trials) == (1 if ends else 3)
+    assert trials[0].outpaced == (
+        "other-fp32 is 1.50× [1.40, 1.60] faster than that, and loses nothing" if ends else ""
+    )
+    (tmp_path / "trials").mkdir()
+    write_records(tmp_path / "trials", trials)
+    inputs[trial_role(1)] = Artifact(kind="record", path=tmp_path / "trials" / RECORDS, sha256="", bytes=0)
+    step = Precision(precision="int8", placement="inputs+read outputs", method="minmax")
+    (out := tmp_path / "assigned").mkdir()
+    for to_train in ("", "needed"):
+        effect = Assign(step=step, keep=(), to_train=to_train).run(inputs, out, lambda _: None)
+        assert (effect.rejected or "").startswith("dropped: everything quantized, ranges by minmax: SQNR") is ends
 
 
 def test_where_groups_cannot_be_run_alone_their_own_errors_tell(

@@ -117,6 +117,9 @@ class Trial(Judgement):
     """Its 95 % interval."""
     fits: bool = True
     """False where its engine is larger than is allowed."""
+    outpaced: str = ""
+    """What is so much faster than it, with everything quantized, that the search ends: with less quantized, it would
+    hardly become faster."""
     seconds: float = 0.0
 
 
