@@ -339,7 +339,7 @@ def test_a_search_ends_early_where_speed_alone_decides_among_variants_that_were_
             roles = {role for name in step.task.rivals for role in (f"rival {name}", f"rival {name} verified")}
             assert roles == {role for role in step.optional_inputs if role.startswith("rival")}
     expected = {"onnxruntime": {("openvino-fp32",)}, "openvino": {("onnxruntime-fp32",)}}
-    assert rivals == (expected if ends else dict.fromkeys(expected, {()}))
+    assert rivals == (expected if ends else {name: {()} for name in expected})
 
 
 def test_what_is_pruned_waits_for_its_dense_variant_and_for_its_own_loss() -> None:
