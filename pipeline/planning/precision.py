@@ -128,6 +128,7 @@ def train_task(recipe: Recipe, kind: type[R], turns: int = 1, **fields: object) 
         data_options=recipe.options_for("calibration"),
         metric=recipe.metric,
         seed=recipe.seed,
+        max_drop=recipe.budgets.max_drop if recipe.variants == "found" else None,
         device=recipe.where,
         **fields,
     )

@@ -68,6 +68,8 @@ class Recover(ResumableTask):
     """None means top1 where labels are classes of samples, else the loss on labels that are learnt, else how far the
     dense model is agreed with."""
     seed: int = 0
+    max_drop: float | None = None
+    """Drop of the metric that is allowed, where training that cannot come near it is of no use; None otherwise."""
     device: Device = Device()
 
     @property
@@ -186,6 +188,7 @@ class Recover(ResumableTask):
         threads = max(1, torch.get_num_threads() // size)  # --threads is for sessions; no other step runs now
         work = Work(
             *(models, material, options, metric, self.seed, threads, size, meter, fixed, self.rates, self.batch_limits),
+            max_drop=self.max_drop,
             total_seconds=self.options.seconds,
         )
         fingerprint = json_digest([data.digest, relative_digests({path: file_digest(path) for path in files}), size])

@@ -210,6 +210,16 @@ def test_an_exploding_learning_rate_leaves_the_weights(pair: Pair, unlabeled: Pa
     assert all(np.array_equal(kept[name], before[name]) for name in before)
 
 
+@pytest.mark.parametrize(("allowed", "steps"), [(0.001, 8), (0.9, 16), (None, 16)])
+def test_it_stops_half_way_where_what_is_allowed_is_out_of_reach(
+    pair: Pair, unlabeled: Path, tmp_path: Path, allowed: float | None, steps: int
+) -> None:
+    short = task(unlabeled, learning_rate=1e-9).model_copy(update={"max_drop": allowed})
+    effect, record = done(short, pair, tmp_path / "out")
+    assert (record.steps, record.ending) == (steps, "hopeless" if steps == 8 else "planned")
+    assert ("after 8 of 16 steps it still loses" in effect.summary) is (steps == 8)
+
+
 def test_it_stops_when_nothing_becomes_better(pair: Pair, unlabeled: Path, tmp_path: Path) -> None:
     same = {MODEL: pair[TEACHER], TEACHER: pair[TEACHER]}
     effect, record = done(task(unlabeled, patience=2, epochs=20), same, tmp_path / "out")

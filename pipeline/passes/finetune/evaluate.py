@@ -69,6 +69,8 @@ class Work:
     rates: tuple[float, ...] = (2e-3,)
     """Learning rates to choose from by short trials, where none is given."""
     batch_limits: BatchLimits = field(default_factory=BatchLimits)
+    max_drop: float | None = None
+    """Drop of the metric that is allowed; training that cannot come near it ends early. None: it never does."""
     total_seconds: float = math.inf
     """Time of all processes that go on with a recovery; ``options`` has that of this one, which may be less."""
 

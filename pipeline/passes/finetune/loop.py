@@ -28,6 +28,7 @@ from enginesmith.pipeline.passes.finetune.evaluate import (
 from enginesmith.pipeline.passes.finetune.losses import feature_targets, output_targets
 from enginesmith.pipeline.passes.finetune.options import Augmentation, Ending, Point, Recovery, TrainingPlan
 from enginesmith.pipeline.passes.finetune.trainer import Checkpoints, Progress, TimeBudget, Trainer, pace, set_part
+from enginesmith.pipeline.units import format_metric
 
 _LOOKED_AT = 8
 """Samples that shapes and scales of values are taken from."""
@@ -44,6 +45,8 @@ _TIMED, _SHARE_OF_TIMING = 3, 0.05
 """The fewest steps that a batch is timed by, and the share of the time that they may take."""
 _SHARE_OF_TRIALS, _LEAST_TRIED = 0.15, 8
 """Share of the time for trials of learning rates, and the fewest steps of one."""
+_HOPELESS = 4.0
+"""Times by which training has to reduce the loss of the metric further than in its first half, to end it there."""
 _MIRRORED, _ALIKE = 64, 0.8
 """Samples that are mirrored to see if that changes the answers, and the agreement from which on it does not."""
 
@@ -416,6 +419,8 @@ class _Run:
             return "diverged"
         if progress.step >= progress.plan.steps:
             return "planned" if progress.plan.shortened is None else "time"
+        if progress.hopeless:
+            return "hopeless"
         return "patience" if progress.waited >= self._work.options.patience else None
 
     def _end_in_time(self) -> None:
@@ -432,7 +437,7 @@ class _Run:
 
     def _evaluate(self) -> None:
         """Evaluate the average; the leader does, and all know how it went."""
-        waited, step = 0.0, self._trainer.step
+        waited, hopeless, step = 0.0, 0.0, self._trainer.step
         if self._team.leads:
             verdict, best, curve = self._verdict(), self._progress.best, self._progress.curve
             assert best.held_back_loss is not None
@@ -449,7 +454,21 @@ class _Run:
                 learning_rate=trainer.learning_rate(self._trainer.plan, step - 1, self._work.options),
             )
             self._update(curve=(*curve, point))
-        self._update(loss_sum=0.0, waited=int(self._team.total(waited)[0]))
+            hopeless = float(self._is_hopeless())
+        agreed = {"waited": int(self._team.total(waited)[0]), "hopeless": bool(self._team.total(hopeless)[0])}
+        self._update(loss_sum=0.0, **agreed)
+
+    def _is_hopeless(self) -> bool:
+        """Tell whether far more is lost than is allowed after half of the steps, and hardly less than at first."""
+        progress, allowed = self._progress, self._work.max_drop
+        if not allowed or 2 * progress.step < progress.plan.steps:
+            return False
+        first, left = (self._find_lost(point) for point in (progress.curve[0], progress.best))
+        return left * left > _HOPELESS * allowed * max(first, left)
+
+    def _find_lost(self, point: Point) -> float:
+        """Find how much of the teacher's metric is lost."""
+        return max(0.0, self._work.metric.sign * (self._progress.teacher - point.metric))
 
     def _verdict(self) -> Verdict:
         """Evaluate the average; in smaller parts from here on where memory ran out."""
@@ -484,7 +503,10 @@ class _Run:
         progress, plan, data = self._progress, self._progress.plan, self._work.material.data
         few = plan.steps < _LEAST_TRIED and self._work.options.epochs is None
         short = ", as there was time for no more: give it more (--recover-time), or a quiet machine" if few else ""
+        lost = format_metric(self._find_lost(progress.best))
         reason = {
+            "hopeless": f"after {progress.step} of {plan.steps} steps it still loses {lost}, where "
+            f"{self._work.max_drop or 0:g} is allowed",
             "planned": f"all {plan.steps} planned steps are done{short}",
             "patience": f"{progress.waited} evaluations in a row were no better than step {progress.best_step}",
             "diverged": f"the loss or its gradients were NaN or infinite at step {progress.step}; the weights of step "

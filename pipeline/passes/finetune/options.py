@@ -79,7 +79,7 @@ class BatchLimits(BaseModel, frozen=True):
 FILE = "recovery.json"
 """Record beside the recovered model: plan, curve and ending. The same steps give the same record."""
 
-Ending = Literal["planned", "patience", "diverged", "time"]
+Ending = Literal["planned", "patience", "diverged", "time", "hopeless"]
 
 
 class Target(BaseModel, frozen=True):

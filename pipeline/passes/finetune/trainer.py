@@ -280,6 +280,8 @@ class Progress(BaseModel, frozen=True):
     """Time that all processes so far have worked on it."""
     evaluation_seconds: float = 0.0
     diverged: bool = False
+    hopeless: bool = False
+    """It loses far more than is allowed, after half of the steps."""
 
     @property
     def best(self) -> Point:
