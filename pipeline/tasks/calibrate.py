@@ -235,8 +235,8 @@ class Calibrate(Task):
 def _find_kept(model: Artifact, inputs: Inputs, chosen: CalibrationPoints, feeding: Feeding) -> Ranges:
     """Find the ranges that hold for a graph of those of the one that it was made from; none, where there is no such.
 
-    A value keeps them if its channels, or all its numbers where it has none, are the same in a few feeds. Of channels
-    that are 0 there, only those are the same that always were 0.
+    A value keeps them if the numbers of each channel are alike in a few feeds: passes scale and shift channels. One that
+    is 0 there tells nothing, unless it always was 0.
     """
     kept = Ranges(model_sha256=model.sha256, provenance=feeding.provenance, tensors={}, channels={})
     if BEFORE not in inputs:
@@ -246,25 +246,39 @@ def _find_kept(model: Artifact, inputs: Inputs, chosen: CalibrationPoints, feedi
     if known.provenance != feeding.provenance:
         return kept
     names = [name for name in chosen.taps if name in known.tensors and _has_statistics(name, chosen, known)]
-    sizes, differences = dict[str, Array](), dict[str, Array]()
-    with open_activation_capture(model.path, names) as after, open_activation_capture(before.path, names) as earlier:
-        for feeds in islice(feeding, _COMPARED):
-            values, given = after.run(feeds), earlier.run(feeds)
-            for name in names:
-                new, old = values.pop(name), given.pop(name)
-                axis = known.channels[name].axis if name in known.channels else None
-                apart = new - old if new.shape == old.shape else np.full_like(old, np.inf)
-                sizes[name] = np.maximum(sizes.get(name, 0.0), _find_largest(old, axis))
-                differences[name] = np.maximum(differences.get(name, 0.0), _find_largest(apart, axis))
+    after, earlier = (_summarize(graph.path, names, known, feeding) for graph in (model, before))
     for name in names:
-        tensor = known.tensors[name]
-        always = known.channels[name].amax if name in known.channels else max(-tensor.minimum, tensor.maximum)
-        seen = (sizes[name] > 0) | (np.asarray(always) == 0)
-        if bool((seen & (differences[name] <= _ALIKE * sizes[name])).all()):
+        new, old = np.array(after[name]), np.array(earlier[name])
+        if new.shape != old.shape:
+            continue
+        size, difference = (np.abs(numbers).max(axis=(0, 1)) for numbers in (old, new - old))
+        tensor, channels = known.tensors[name], known.channels.get(name)
+        always = channels.amax if channels else max(-tensor.minimum, tensor.maximum)
+        seen = (size > 0) | (np.asarray(always) == 0)
+        if bool((seen & (difference <= _ALIKE * size)).all()):
             kept.tensors[name] = tensor
-            if name in known.channels:
-                kept.channels[name] = known.channels[name]
+            if channels:
+                kept.channels[name] = channels
     return kept
+
+
+def _summarize(path: Path, names: Sequence[str], known: Ranges, feeding: Feeding) -> dict[str, list[Array]]:
+    """Compute the smallest number, the largest, and the mean magnitude of values in a few feeds: each [3, channels].
+
+    Values without an axis of channels are one channel.
+    """
+    numbers: dict[str, list[Array]] = {name: [] for name in names}
+    with open_activation_capture(path, names) as session:
+        for feeds in islice(feeding, _COMPARED):
+            values = session.run(feeds)
+            for name in names:
+                value, axis = values.pop(name), known.channels[name].axis if name in known.channels else None
+                others = None if axis is None else tuple(each for each in range(value.ndim) if each != axis)
+                count = value.size if axis is None else value.size // max(1, value.shape[axis])
+                mean = np.abs(value).sum(axis=others, dtype=np.float64) / max(1, count)
+                ends = value.min(axis=others, initial=0.0), value.max(axis=others, initial=0.0)
+                numbers[name].append(np.stack([*ends, mean]))
+    return numbers
 
 
 def _has_statistics(name: str, chosen: CalibrationPoints, known: Ranges) -> bool:
@@ -272,13 +286,8 @@ def _has_statistics(name: str, chosen: CalibrationPoints, known: Ranges) -> bool
     tensor, channels = known.tensors[name], known.channels.get(name)
     if name in chosen.histograms and tensor.finite and tensor.amax is None:
         return False
-    return tensor.finite and (name not in chosen.channels or channels is not None)
-
-
-def _find_largest(values: Array, axis: int | None) -> Array:
-    """Find the largest magnitude by channel; of all numbers, where there is no axis of channels."""
-    others = None if axis is None else tuple(each for each in range(values.ndim) if each != axis)
-    return np.asarray(np.abs(values).max(axis=others, initial=0.0))
+    asked = chosen.channels.get(name)
+    return tensor.finite and (asked is None or (channels is not None and asked in (channels.axis, -1)))
 
 
 def _collect(
