@@ -235,8 +235,8 @@ class Calibrate(Task):
 def _find_kept(model: Artifact, inputs: Inputs, chosen: CalibrationPoints, feeding: Feeding) -> Ranges:
     """Find the ranges that hold for a graph of those of the one that it was made from; none, where there is no such.
 
-    A value keeps them if the numbers of each channel are alike in a few feeds: passes scale and shift channels. One that
-    is 0 there tells nothing, unless it always was 0.
+    A value keeps them if the numbers of each channel are alike in a few feeds, as passes scale and shift channels. One
+    that is 0 there tells nothing, unless it always was 0.
     """
     kept = Ranges(model_sha256=model.sha256, provenance=feeding.provenance, tensors={}, channels={})
     if BEFORE not in inputs:
