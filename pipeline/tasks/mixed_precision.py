@@ -68,9 +68,9 @@ _log = logging.getLogger(__name__)
 _SPEED_SECONDS = 2.0
 RIVAL = "rival"
 """Role of another variant's engine: ``rival V`` for the variant V, and ``rival V verified`` for its check."""
-_OUTPACED = 1.3
+_OUTPACED = 1.2
 """Times by which such a variant is faster than everything quantized, where no search follows. A search that leaves
-groups in floating point gains by other types between them, and options that are tuned by a tenth."""
+groups in floating point gains at most a tenth by that, and tuned options gain as much."""
 _FAR = 1e9
 """Distance at which outputs are too far from eager's for a metric, so that it was not computed."""
 

@@ -104,7 +104,7 @@ def test_the_first_trial_with_groups_in_floating_point_measures_impacts_and_the_
     ("speedup", "disturbed", "ends"),
     [
         (Interval(median=1.5, low=1.4, high=1.6), False, True),
-        (Interval(median=1.5, low=1.2, high=1.8), False, False),
+        (Interval(median=1.5, low=1.1, high=1.8), False, False),
         (Interval(median=1.5, low=1.4, high=1.6), True, False),
         (None, False, False),
     ],
