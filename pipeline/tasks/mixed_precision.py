@@ -69,8 +69,8 @@ _SPEED_SECONDS = 2.0
 RIVAL = "rival"
 """Role of another variant's engine: ``rival V`` for the variant V, and ``rival V verified`` for its check."""
 _OUTPACED = 1.2
-"""Times by which such a variant is faster than everything quantized, where no search follows. A search that leaves
-groups in floating point gains at most a tenth by that, and tuned options gain as much."""
+"""Times by which such a variant is faster than everything quantized, and than the float graph, where no search
+follows: what is between these two may gain a tenth by the best choice of types, and another one by tuned options."""
 _FAR = 1e9
 """Distance at which outputs are too far from eager's for a metric, so that it was not computed."""
 
@@ -281,11 +281,16 @@ class Search(Task):
         for name, engine in self.rivals.items():
             if not {f"{RIVAL} {name}", f"{RIVAL} {name} {VERIFIED}"} <= inputs.keys():
                 continue
-            sides = {"quantized": (self.engine, built), name: (engine, inputs[f"{RIVAL} {name}"])}
-            _, row = measure_beside(sides, self.device, inputs[REFERENCE], _SPEED_SECONDS, progress)
-            gain = row.speedup
-            if gain and gain.low > _OUTPACED and not (gain.too_noisy or row.speedup_disturbed):
-                return f"{name} is {gain.times()} faster than that, and loses nothing"
+            own = {"quantized": (self.engine, built)} | (
+                {"float": (self.engine, inputs[FLOAT])} if FLOAT in inputs else {}
+            )
+            sides = {**own, name: (engine, inputs[f"{RIVAL} {name}"])}
+            rows = measure_beside(sides, self.device, inputs[REFERENCE], _SPEED_SECONDS, progress)
+            gains = [row.speedup for row in rows[1:] if row.speedup and not row.speedup_disturbed]
+            if len(gains) < len(rows) - 1 or gains[-1].too_noisy:
+                continue
+            if gains[-1].low > _OUTPACED * max(1.0, *(gain.high for gain in gains[:-1])):
+                return f"{name} is {gains[-1].times()} faster than that, and loses nothing"
         return ""
 
     def _measure_impacts(

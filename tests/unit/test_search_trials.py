@@ -25,7 +25,7 @@ from enginesmith.pipeline.tasks import graph_forms, mixed_precision
 from enginesmith.pipeline.tasks.base import RECORDS, read_models, write_records
 from enginesmith.pipeline.tasks.calibrate import Feeder
 from enginesmith.pipeline.tasks.graph_forms import REFERENCE, Sensitivity
-from enginesmith.pipeline.tasks.mixed_precision import BEFORE, Assign, Goal, Search, trial_role
+from enginesmith.pipeline.tasks.mixed_precision import BEFORE, FLOAT, Assign, Goal, Search, trial_role
 from enginesmith.pipeline.tasks.quality import BASELINE
 from graphs import save_operator
 from two_products import prepare
@@ -101,22 +101,31 @@ def test_the_first_trial_with_groups_in_floating_point_measures_impacts_and_the_
 
 
 @pytest.mark.parametrize(
-    ("speedup", "disturbed", "ends"),
+    ("speedup", "disturbed", "of_float", "ends"),
     [
-        (Interval(median=1.5, low=1.4, high=1.6), False, True),
-        (Interval(median=1.5, low=1.1, high=1.8), False, False),
-        (Interval(median=1.5, low=1.4, high=1.6), True, False),
-        (None, False, False),
+        (Interval(median=1.5, low=1.4, high=1.6), False, 0.9, True),
+        (Interval(median=1.5, low=1.4, high=1.6), False, 1.2, False),
+        (Interval(median=1.5, low=1.1, high=1.8), False, 0.9, False),
+        (Interval(median=1.5, low=1.4, high=1.6), True, 0.9, False),
+        (None, False, 0.9, False),
     ],
 )
 def test_a_search_ends_where_a_rival_is_much_faster_than_everything_quantized(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, speedup: Interval | None, disturbed: bool, ends: bool
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    speedup: Interval | None,
+    disturbed: bool,
+    of_float: float,
+    ends: bool,
 ) -> None:
     """It would only have made it slower, and it could not win; nobody says that it is wrong."""
-    rows = [None, SimpleNamespace(speedup=speedup, speedup_disturbed=disturbed)]
-    monkeypatch.setattr(mixed_precision, "measure_beside", lambda *_: rows)
+    gain = Interval(median=of_float, low=of_float, high=of_float)
+    rows = [None, SimpleNamespace(speedup=gain, speedup_disturbed=False)]
+    rows += [SimpleNamespace(speedup=speedup, speedup_disturbed=disturbed)]
+    monkeypatch.setattr(mixed_precision, "measure_beside", lambda sides, *_: rows[-len(sides) :])
     inputs, rival = prepare(tmp_path), OnnxRuntime()
-    float_engine = {"rival other-fp32": inputs["model"], "rival other-fp32 verified": inputs["model"]}
+    roles = ("rival other-fp32", "rival other-fp32 verified", FLOAT)
+    float_engine = dict.fromkeys(roles, inputs["model"])
     trials = search(
         {**inputs, **float_engine}, tmp_path, engine=OnnxRuntime(), runs_here=True, rivals={"other-fp32": rival}
     )
