@@ -48,6 +48,7 @@ def fold_factors(model: "ir.Model") -> int:
         if value is None or target is None or not _fits(target):
             continue
         target.product.scale(outputs=target.outputs)
+        target.product.scale_bias(target.outputs)
         for adder, place, theirs in target.added:
             edit.multiply(adder, place, theirs)
         result = node.outputs[0]

@@ -18,7 +18,7 @@ import numpy as np
 from enginesmith.pipeline.frameworks.onnx import edit, ir
 from enginesmith.pipeline.passes.rescale import rules
 from enginesmith.pipeline.passes.rescale.axes import FIXED, MOST, UNREAD, Labels, dims, find_axis, strip
-from enginesmith.pipeline.passes.rescale.products import Product, inputs_first
+from enginesmith.pipeline.passes.rescale.products import Product
 from enginesmith.pipeline.tensors import Array
 
 
@@ -63,6 +63,9 @@ class ChannelLabels:
             for product, labels in products:
                 if (given[labels] != 1).any():
                     sides.setdefault(product.weight, (product, [None, None]))[1][side] = given[labels]
+        for product, labels in self.writers:
+            if (factors[labels] != 1).any():
+                product.scale_bias(1 / factors[labels])
         for product, (outputs, inputs) in sides.values():
             product.scale(outputs, inputs)
         for constants, given in ((self.constants, 1 / factors), (self.returned, factors)):
@@ -83,6 +86,8 @@ class Labeling:
         self.found = ChannelLabels()
         self._labels: dict[ir.Value, Labels] = {}
         self._equal: list[tuple[Labels, Labels]] = []
+        self._of_weight: dict[ir.Value, tuple[Labels, Labels]] = {}
+        """What the first product writes and reads of those with this weight; the others have the same labels."""
         self._passed = np.ones(0)
         """Magnitudes of the constants on the way to a label, of those labels that one was passed on the way to."""
         self.scalable = rules.find_scalable(graph, self._products)
@@ -165,19 +170,19 @@ class Labeling:
         if every is not None:
             self.found.writers.append((product, every))
             self.found.passed[product.node] = self._find_passed(every)
-        if every is None or not product.private:
+        if every is None:
             self._fix(written)
+            every = np.full(product.outputs, FIXED)
         read = self.begin(product.inputs)
         self.found.readers.append((product, read))
         self._read(product.data, product.lay_out_inputs(read))
-        uses = {self._describe_use(use.node, use.idx) for use in product.weight.uses()}
-        if len(uses) > 1:
+        if product.shares_weight(self._products):
+            first = self._of_weight.setdefault(product.weight, (every, read))
+            for ours, theirs in zip(first, (every, read), strict=True):
+                self.equate(ours, theirs)
+        else:
+            self._fix(every)
             self._fix(read)
-
-    def _describe_use(self, node: "ir.Node", index: int) -> tuple[object, ...]:
-        """Describe what meets a weight, so that two uses are the same if one factor does for both."""
-        product = self._products.get(node)
-        return (product.data, product.axis, inputs_first(node)) if product and index == 1 else (node, index)
 
     def _visit(self, node: "ir.Node") -> None:
         rule = rules.find_rule(node)

@@ -6,6 +6,7 @@ meet the same activation, they are one product with as many outputs more.
 """
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import numpy as np
@@ -64,6 +65,15 @@ class Product:
         """True where nothing else reads the weight."""
         return len(self.weight.uses()) == 1
 
+    def shares_weight(self, products: "Mapping[ir.Node, Product]") -> bool:
+        """Tell whether these products alone read the weight, in one layout: factors of its channels do for all."""
+        readers = [products.get(use.node) if use.idx == 1 else None for use in self.weight.uses()]
+        return all(reader is not None and reader._layout == self._layout for reader in readers)
+
+    @property
+    def _layout(self) -> tuple[object, ...]:
+        return self.is_matrix, inputs_first(self.node), self.groups, self.inputs, self.outputs, self.stack
+
     @property
     def bias(self) -> "ir.Value | None":
         """The bias that the operator itself adds."""
@@ -80,15 +90,18 @@ class Product:
         return weights.reshape(self.groups, -1, *weights.shape[1:])
 
     def scale(self, outputs: Array | None = None, inputs: Array | None = None) -> None:
-        """Multiply the outputs, channel by channel, and the weights of each input channel."""
+        """Multiply the weights of each output channel, and of each input channel."""
         parts = []
         if outputs is not None:
             parts.append(self._lay_out(outputs.reshape(self.groups, -1, 1)))
-            if self.bias is not None:
-                edit.multiply(self.node, _BIAS, outputs)
         if inputs is not None:
             parts.append(self._lay_out(inputs.reshape(self.groups, 1, -1)))
         edit.rescale(self.weight, parts)
+
+    def scale_bias(self, outputs: Array) -> None:
+        """Multiply the bias of each output channel, if there is one."""
+        if self.bias is not None:
+            edit.multiply(self.node, _BIAS, outputs)
 
     def flatten_outputs(self, numbers: Array) -> Array | None:
         """Spread what broadcasts to the output over its channels; None where it differs along other axes, too."""

@@ -48,7 +48,7 @@ def find_scalable(graph: "ir.Graph", products: "Mapping[ir.Node, Product]") -> "
     for node in graph:
         rule = find_rule(node)
         if node in products:
-            scalable = products[node].private
+            scalable = products[node].shares_weight(products)
         elif node.op_type in ("Mul", *_SCALED):
             scalable = not node.domain and (
                 _find_factor(node) is not None
