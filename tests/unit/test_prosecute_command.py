@@ -164,7 +164,9 @@ def test_of_a_search_only_what_leads_to_the_variant_is_made(name: str) -> None:
     chosen = next(variant for variant in made.variants if variant.id == name)
     found = {step.id: step for step in prosecute_variant_steps(resolved, made, chosen, 60)}
     assert [ref for ref in found if ref.kind == "tune"] == [StepRef("tune", chosen.name)]
-    assert {ref.subject[0].engine for ref in found if ref.kind == "build"} == {chosen.engine.name}  # type: ignore[attr-defined]
+    built = {ref.subject[0].engine for ref in found if ref.kind == "build"}  # type: ignore[attr-defined]
+    rivals = {"onnxruntime"} if name == "openvino-int8" else set()
+    assert built == {chosen.engine.name} | rivals
     assert (found[StepRef("race")].sources, found[StepRef("race")].task.tools) == ((), ())
     original = {step.id: step for step in made.steps}
     assert all(
