@@ -52,9 +52,9 @@ def prosecute_variant_steps(
     """Plan to compare a variant with its run's model; what leads to it comes from the store where it is there.
 
     No other variant is needed for that, but what its search was measured beside: those that the variant raced with are
-    neither made nor measured. The engine is judged as it is: what the time cut short, as a search, is not continued. ``late`` are steps that the run had no time
-    for: the variant was made without them, if it can be. What is ``recalled`` has not to be made; then no search is
-    begun for what else the prosecution would use.
+    neither made nor measured. The engine is judged as it is: what the time cut short, as a search, is not continued.
+    ``late`` are steps that the run had no time for: the variant was made without them, if it can be. What is
+    ``recalled`` has not to be made; then no search is begun for what else the prosecution would use.
     """
     steps = {step.id: _without_rivals(step) for step in plan.steps}
     step = replace(prosecute_step(resolved, plan.steps, replace(variant, verified=()), seconds), id=PROSECUTE)
