@@ -5,7 +5,6 @@ A number that could not be had is null, and a reason stands beside it.
 
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
@@ -16,7 +15,7 @@ from enginesmith.pipeline.measure.statistics import TOO_NOISY, Interval
 from enginesmith.pipeline.recipe.fleet import Entry, Fleet, remedy_of
 from enginesmith.pipeline.results import documents
 from enginesmith.pipeline.results.comparison import Pair, VariantComparison
-from enginesmith.pipeline.results.run import Run, VariantStatus, Verdict, find_record
+from enginesmith.pipeline.results.run import Run, RunResult, VariantStatus, Verdict, find_record
 from enginesmith.pipeline.results.verdicts import lacks_result, why_unknown
 
 SCHEMA: Literal["enginesmith.fleet/1"] = "enginesmith.fleet/1"
@@ -239,20 +238,7 @@ def json_schema() -> dict[str, Any]:
 # From a run, or why there is none, to the record of an entry.
 
 
-@dataclass(frozen=True)
-class Found:
-    """The outcome of an entry."""
-
-    run: Run | None = None
-    error: EnginesmithError | None = None
-    """The reason why nothing usable came out, if so."""
-    ended: bool = True
-    """True where all was done that can be done here; not so where the fleet was interrupted."""
-    steps: int = 0
-    reused: int = 0
-
-
-def entry_record(entry: Entry, result: Found, folder: Path, siblings: Sequence[str] = ()) -> EntryRecord:
+def entry_record(entry: Entry, result: RunResult, folder: Path, siblings: Sequence[str] = ()) -> EntryRecord:
     """Make the record of an entry, whose run directory lies in the fleet's folder.
 
     ``siblings`` are the names of entries of the same model: the logs of steps that they share are with one of them.
@@ -291,7 +277,7 @@ def machine_of(entry: Entry) -> Machine:
     return Machine(device=place.device, accelerator=place.accelerator, resources=dict(place.resources))
 
 
-def _status(result: Found) -> EntryStatus:
+def _status(result: RunResult) -> EntryStatus:
     run, error = result.run, result.error
     if error is not None:
         return "lacking" if isinstance(error, MissingCapability) else "failed"
@@ -347,7 +333,7 @@ _EXPLAINED_BY = {
 """Number of a winner → the budget that explains why it is missing."""
 
 
-def _failures(result: Found, folder: Path, homes: Sequence[str]) -> Iterator[Failure]:
+def _failures(result: RunResult, folder: Path, homes: Sequence[str]) -> Iterator[Failure]:
     """List the entry's own failure, then those of its variants, each with the log of the step that failed.
 
     A log is in the first of the run directories that has it; its path is from the fleet's folder.

@@ -7,6 +7,7 @@ import difflib
 import itertools
 import os
 from collections.abc import Iterable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
@@ -14,7 +15,7 @@ from pydantic import AfterValidator, BaseModel, Field
 
 from enginesmith.pipeline.artifact import HistoryEntry
 from enginesmith.pipeline.engines.base import EngineFacts
-from enginesmith.pipeline.errors import DROPPED, Late, UsageError
+from enginesmith.pipeline.errors import DROPPED, EnginesmithError, Late, UsageError
 from enginesmith.pipeline.frameworks.records import Coverage, PruningFacts
 from enginesmith.pipeline.measure.prosecution.finding import Prosecution
 from enginesmith.pipeline.measure.quality import Quality
@@ -402,6 +403,21 @@ class Run(BaseModel, frozen=True, populate_by_name=True):
         """Return the batch size whose latency counts, as :func:`deciding_batch` chooses it."""
         rows = (row for record in self.records for row in record.latency)
         return deciding_batch(self.recipe, rows)
+
+
+@dataclass(frozen=True)
+class RunResult:
+    """Report how a requested run ended, or how far it came."""
+
+    run: Run | None = None
+    """The record in its run directory; None where it was not begun."""
+    error: EnginesmithError | None = None
+    """The reason why nothing usable came out, if so."""
+    steps: int = 0
+    reused: int = 0
+    """Number of steps whose results were there already, or were made for another one of the runs."""
+    ended: bool = True
+    """True where all was done that can be done here; not so where it was interrupted."""
 
 
 def deciding_batch(recipe: Recipe, rows: Iterable[LatencyRow]) -> int:

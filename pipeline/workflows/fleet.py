@@ -23,10 +23,10 @@ from enginesmith.pipeline.results import fleet as records
 from enginesmith.pipeline.results import gate as gates
 from enginesmith.pipeline.results import run as runs
 from enginesmith.pipeline.results.earlier_fleet import Earlier
-from enginesmith.pipeline.results.fleet import RUNS, EntryRecord, FleetRecord, Found, entry_record
+from enginesmith.pipeline.results.fleet import RUNS, EntryRecord, FleetRecord, entry_record
 from enginesmith.pipeline.results.gate import Demands
 from enginesmith.pipeline.results.gate_report import FleetGate, Gate, GateCheck
-from enginesmith.pipeline.results.run import Run
+from enginesmith.pipeline.results.run import Run, RunResult
 from enginesmith.pipeline.units import name_some
 from enginesmith.pipeline.workflows import optimize as job
 from enginesmith.pipeline.workflows.request import RunRequest, has_all_results
@@ -152,10 +152,7 @@ def _run_entries(
         work.take_over(settings)
         for sentence in work.leave_finished(finished or {}, settings):
             notify(sentence)
-        work.found |= {
-            name: Found(result.run, result.error, steps=result.steps, reused=result.reused)
-            for name, result in job.optimize_all(work.requests(), settings).items()
-        }
+        work.found |= job.optimize_all(work.requests(), settings)
     finally:
         record = work.record()
         files.write(record, out, {name: outcome.run for name, outcome in work.found.items() if outcome.run})
@@ -173,7 +170,7 @@ class _ActiveFleet:
         named = known is not None and records.is_fleet(out / known)
         self._last = earlier_fleet.open_fleet(out / str(known)) if named else earlier_fleet.find_last(out, begun)
         """The fleet to compare with: the named one, or the one that it was compared with before, or the newest."""
-        self.found: dict[str, Found] = {}
+        self.found: dict[str, RunResult] = {}
         """By name, the results of entries that have ended."""
         self._because: dict[str, str] = {}
         """By entry, what has changed since that fleet."""
@@ -192,7 +189,7 @@ class _ActiveFleet:
                 self._because[entry.name] = earlier
             elif folder.is_symlink() or not folder.exists():  # not what was done here before it was interrupted
                 earlier_fleet.take_over(since, entry.name, folder)
-                self.found[entry.name] = Found(earlier, steps=len(earlier.steps), reused=len(earlier.steps))
+                self.found[entry.name] = RunResult(earlier, steps=len(earlier.steps), reused=len(earlier.steps))
 
     def leave_finished(self, finished: Mapping[str, Run], settings: Settings) -> Iterator[str]:
         """Leave entries as they are whose runs are finished and of what they are now; yields sentences about them."""
@@ -208,7 +205,7 @@ class _ActiveFleet:
             if changes := "; ".join(earlier_fleet.list_changes(before[entry.name], run, entry, state)):
                 yield f"{entry.name} is run again: {changes}"
             else:
-                self.found[entry.name] = Found(run, steps=len(run.steps), reused=len(run.steps))
+                self.found[entry.name] = RunResult(run, steps=len(run.steps), reused=len(run.steps))
         if left := [entry.name for entry in entries if entry.name in self.found]:
             names = name_some(left, _MOST_NAMED)
             yield f"left as they are, since they are finished: {names}; --no-cache runs all again"
@@ -239,7 +236,7 @@ class _ActiveFleet:
     def _entry(self, entry: Entry, named: Mapping[str, str]) -> EntryRecord:
         folder, change = self._out / RUNS / entry.name, None
         interrupted = runs.read(folder) if (folder / "run.json").is_file() else None
-        state = self.found.get(entry.name) or Found(interrupted, ended=False)
+        state = self.found.get(entry.name) or RunResult(interrupted, ended=False)
         siblings = [
             sibling.name
             for sibling in self._entries

@@ -43,7 +43,7 @@ from enginesmith.pipeline.report import files
 from enginesmith.pipeline.results import run as runs
 from enginesmith.pipeline.results.assemble import End, explain_end
 from enginesmith.pipeline.results.differences import ModelIdentity
-from enginesmith.pipeline.results.run import Run, VariantRecord
+from enginesmith.pipeline.results.run import Run, RunResult, VariantRecord
 from enginesmith.pipeline.system import worker
 from enginesmith.pipeline.tasks.race import Race
 from enginesmith.pipeline.units import format_seconds, group_values
@@ -71,19 +71,6 @@ from enginesmith.pipeline.workflows.run_directory import (
 
 _MOST_ROUNDS = 8
 """Times that runs are carried out, each time without what was found wrong before."""
-
-
-@dataclass(frozen=True)
-class RunResult:
-    """Report how a requested run ended."""
-
-    run: Run | None
-    """The record in its run directory; None where it was not begun."""
-    error: EnginesmithError | None
-    """The reason why nothing usable came out, if so."""
-    steps: int = 0
-    reused: int = 0
-    """Number of steps whose results were there already, or were made for another one of the runs."""
 
 
 @dataclass

@@ -9,8 +9,16 @@ from enginesmith.pipeline.measure.rows import LatencyRow, MemoryRow
 from enginesmith.pipeline.measure.statistics import Interval
 from enginesmith.pipeline.recipe.fleet import Entry, Fleet, make
 from enginesmith.pipeline.results import run as runs
-from enginesmith.pipeline.results.fleet import RUNS, EntryRecord, FleetRecord, Found, entry_record
-from enginesmith.pipeline.results.run import ModelRecord, Run, StepRecord, StoredArtifact, VariantRecord, Verdict
+from enginesmith.pipeline.results.fleet import RUNS, EntryRecord, FleetRecord, entry_record
+from enginesmith.pipeline.results.run import (
+    ModelRecord,
+    Run,
+    RunResult,
+    StepRecord,
+    StoredArtifact,
+    VariantRecord,
+    Verdict,
+)
 
 FP32, INT8 = "onnxruntime-fp32", "onnxruntime-int8"
 MACHINE = {"processor": "Some CPU", "usable_cores": 2, "python": "3.11.7", "packages": {"torch": "2.11"}}
@@ -119,9 +127,9 @@ def placed(found: Run, folder: Path, name: str) -> Run:
 def entry(asked: Entry, folder: Path, found: Run | EnginesmithError | None) -> EntryRecord:
     """The record of what came of an entry."""
     if isinstance(found, EnginesmithError):
-        return entry_record(asked, Found(error=found), folder)
+        return entry_record(asked, RunResult(error=found), folder)
     return entry_record(
-        asked, Found(placed(found, folder, asked.name) if found else None, ended=found is not None), folder
+        asked, RunResult(placed(found, folder, asked.name) if found else None, ended=found is not None), folder
     )
 
 

@@ -17,10 +17,9 @@ from enginesmith.pipeline.recipe.fleet import Entry, Place
 from enginesmith.pipeline.results import earlier_fleet
 from enginesmith.pipeline.results import fleet as records
 from enginesmith.pipeline.results.differences import ModelIdentity
-from enginesmith.pipeline.results.run import ModelRecord, Run
+from enginesmith.pipeline.results.run import ModelRecord, Run, RunResult
 from enginesmith.pipeline.workflows import fleet as workflow
 from enginesmith.pipeline.workflows import optimize
-from enginesmith.pipeline.workflows.optimize import RunResult
 from enginesmith.pipeline.workflows.request import RunRequest
 
 FLEET = "models: {digits: {}, lenet: {}}\ntargets: {cpu: {}, edge: {resources: {edge: 1}}}\n"

@@ -14,8 +14,8 @@ from enginesmith.pipeline.results import earlier_fleet
 from enginesmith.pipeline.results import fleet as records
 from enginesmith.pipeline.results.differences import ModelIdentity
 from enginesmith.pipeline.results.earlier_fleet import Earlier, State
-from enginesmith.pipeline.results.fleet import EntryChange, EntryRecord, Found, entry_record
-from enginesmith.pipeline.results.run import Run, Workaround
+from enginesmith.pipeline.results.fleet import EntryChange, EntryRecord, entry_record
+from enginesmith.pipeline.results.run import Run, RunResult, Workaround
 from enginesmith.pipeline.units import AddedOption
 
 ROOT = Path(__file__).parents[2]
@@ -123,9 +123,9 @@ def test_the_worst_exit_code_counts(tmp_path: Path, kinds: list[str], code: int)
 def test_what_was_interrupted_has_not_ended(tmp_path: Path) -> None:
     (one, *_) = fleets.fleet().entries()
     begun = fleets.run(one, complete=False)
-    assert entry_record(one, Found(begun, ended=False), tmp_path).status == "pending"
-    assert entry_record(one, Found(begun), tmp_path).status == "done"
-    assert entry_record(one, Found(fleets.run(one), ended=False), tmp_path).status == "done"
+    assert entry_record(one, RunResult(begun, ended=False), tmp_path).status == "pending"
+    assert entry_record(one, RunResult(begun), tmp_path).status == "done"
+    assert entry_record(one, RunResult(fleets.run(one), ended=False), tmp_path).status == "done"
 
 
 def test_the_winner_has_its_numbers_and_reasons_for_those_it_lacks(tmp_path: Path) -> None:
@@ -135,19 +135,19 @@ def test_the_winner_has_its_numbers_and_reasons_for_those_it_lacks(tmp_path: Pat
     assert (found.peak_bytes, found.bytes, found.drop, found.reasons) == (100 << 20, 200_000, 0.01, {})
     (one, *_) = fleets.fleet().entries()
     bare = fleets.variant(fleets.INT8, 0.5, 4.0, memory=None, quality=None, reasons={"memory": "not asked"})
-    lacking = entry_record(one, Found(fleets.run(one, variants=(bare,))), tmp_path).winner
+    lacking = entry_record(one, RunResult(fleets.run(one, variants=(bare,))), tmp_path).winner
     assert lacking.reasons["peak_bytes"] == "not asked"
     assert {name for name in ("peak_bytes", "drop", "metric") if getattr(lacking, name) is None} == set(lacking.reasons)
-    itself = entry_record(one, Found(fleets.run(one, winner="eager")), tmp_path).winner
+    itself = entry_record(one, RunResult(fleets.run(one, winner="eager")), tmp_path).winner
     assert (itself.speedup, itself.reasons["speedup"]) == (None, "it is the baseline")
 
 
 def test_logs_of_shared_steps_are_with_a_sibling(tmp_path: Path) -> None:
     first, second, *_ = fleets.fleet().entries()
     fleets.placed(fleets.partly(first), tmp_path, first.name)
-    found = entry_record(second, Found(fleets.partly(second)), tmp_path, [first.name])
+    found = entry_record(second, RunResult(fleets.partly(second)), tmp_path, [first.name])
     assert found.failures[0].log == f"runs/{first.name}/logs/export.log"
-    assert entry_record(second, Found(fleets.partly(second)), tmp_path).failures[0].log is None
+    assert entry_record(second, RunResult(fleets.partly(second)), tmp_path).failures[0].log is None
 
 
 def test_what_single_runs_call_options_is_told_as_fields(tmp_path: Path) -> None:
