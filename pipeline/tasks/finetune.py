@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, Literal
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple
 
 import numpy as np
 from pydantic import SerializeAsAny
@@ -42,7 +42,29 @@ if TYPE_CHECKING:
 
 
 TEACHER = "teacher"
-_INT8_RATES, _SPARSE_RATES = (2e-4, 4e-5, 8e-6), (2e-3, 5e-4)
+
+
+class _Training(NamedTuple):
+    """Tell how a kind of model is trained."""
+
+    subject: Subject
+    teacher: str
+    """Word for the model that is learnt from."""
+    rates: tuple[float, ...]
+    """Learning rates to choose from, where none is given."""
+    limits: BatchLimits = BatchLimits()
+    """Limit how far batches are made smaller where time is short."""
+    unchanged: str = ""
+    """Why weights that training made no better are not gone on with; empty where they are."""
+
+
+_PRUNED = _Training("pruned", "dense", (2e-3,))
+_SPARSE = _Training("sparse", "float", (2e-3, 5e-4))
+_INT8 = _Training(
+    *("int8", "float", (2e-4, 4e-5, 8e-6)),
+    limits=BatchLimits(steps=2000, least=2),  # many small steps bring back more of what rounding lost
+    unchanged="training made it no better: it would be int8 without training",
+)
 _SHARE_OF_LEFT = 0.8
 _SAME = "fp16"
 """Row of the fidelity thresholds: a graph with rescaled channels may cut a little of what calibration did not see."""
@@ -56,8 +78,7 @@ class Recover(ResumableTask):
     exclusive: ClassVar[bool] = True
     other_tools: ClassVar[tuple[str, ...]] = ("torch", "numpy")
     """The number of steps is planned by the clock."""
-    teacher_word: ClassVar[str] = "dense"
-    """Names the model that is learnt from."""
+
     options: RecoverOptions
     data: str | None
     """An embedded set without a split means its training split."""
@@ -79,24 +100,13 @@ class Recover(ResumableTask):
         return {**identity, **quality.identify_metric(self.metric)}
 
     @property
-    def subject(self) -> Subject:
-        """The kind of model that is trained."""
-        return "pruned"
+    def training(self) -> _Training:
+        return _PRUNED
 
     @property
     def _seconds(self) -> float:
         """The time that was given, or what is left of the run's, less a little for loading and writing."""
         return min(self.options.seconds, _SHARE_OF_LEFT * self.left_seconds)
-
-    @property
-    def rates(self) -> tuple[float, ...]:
-        """Learning rates to choose from, where none is given."""
-        return (2e-3,)
-
-    @property
-    def batch_limits(self) -> BatchLimits:
-        """Limit how far batches are made smaller where time is short."""
-        return BatchLimits()
 
     @property
     def gpus(self) -> Literal["", "one", "all"]:
@@ -119,25 +129,20 @@ class Recover(ResumableTask):
         average = opened.work.models.average
         average.module.to("cpu")
         file = self.save(inputs, average, out, changed=record.best_step > 0)
-        record = record.model_copy(update={"subject": self.subject})
+        record = record.model_copy(update={"subject": self.training.subject})
         (out / FILE).write_text(record.model_dump_json(indent=1) + "\n", encoding="utf-8")
         return Effect(
             file=file,
             summary=f"{record.metric} {format_metric(record.before)} → {format_metric(record.after)} "
-            f"({self.teacher_word} {format_metric(record.teacher)}) on {record.held_back} samples held out; "
+            f"({self.training.teacher} {format_metric(record.teacher)}) on {record.held_back} samples held out; "
             f"{record.steps} steps: {record.outcome}",
             notes=(*opened.work.material.data.notes, *_list_notes(record, opened.work, self.device)),
-            rejected=self.explain_unchanged if record.best_step == 0 else "",
+            rejected=self.training.unchanged if record.best_step == 0 else "",
             signature=average.signature,
             reads=opened.reads,
             incomplete=record.plan.seconds < self.options.seconds
             or (record.ending == "time" and self._seconds < self.options.seconds),
         )
-
-    @property
-    def explain_unchanged(self) -> str:
-        """Why weights that training made no better are not gone on with; empty where they are, as of a pruned model."""
-        return ""
 
     def load(self, inputs: Inputs) -> "Models":
         """Load the model that is to be trained, twice, and the one that it learns from."""
@@ -187,7 +192,8 @@ class Recover(ResumableTask):
         fixed = None if samples.batch_symbol(signature) else samples.fixed_batch(signature)
         threads = max(1, torch.get_num_threads() // size)  # --threads is for sessions; no other step runs now
         work = Work(
-            *(models, material, options, metric, self.seed, threads, size, meter, fixed, self.rates, self.batch_limits),
+            *(models, material, options, metric, self.seed, threads, size, meter, fixed),
+            *(self.training.rates, self.training.limits),
             max_drop=self.max_drop,
             total_seconds=self.options.seconds,
         )
@@ -267,7 +273,6 @@ class TrainGraph(Recover):
 
     title: ClassVar[str] = "train"
     produces: ClassVar[Kind] = "onnx"
-    teacher_word: ClassVar[str] = "float"
     other_tools: ClassVar[tuple[str, ...]] = ("torch", "onnx", "onnx-ir", "numpy")
 
     stays_float: bool = False
@@ -275,21 +280,8 @@ class TrainGraph(Recover):
     external_data_bytes: int = edit.EXTERNAL_DATA_BYTES
 
     @property
-    def subject(self) -> Subject:
-        return "sparse" if self.stays_float else "int8"
-
-    @property
-    def explain_unchanged(self) -> str:
-        return "" if self.stays_float else "training made it no better: it would be int8 without training"
-
-    @property
-    def rates(self) -> tuple[float, ...]:
-        return _SPARSE_RATES if self.stays_float else _INT8_RATES
-
-    @property
-    def batch_limits(self) -> BatchLimits:
-        """Many small steps bring back more of what rounding lost; no batch norm needs a large batch."""
-        return BatchLimits() if self.stays_float else BatchLimits(steps=2000, least=2)
+    def training(self) -> _Training:
+        return _SPARSE if self.stays_float else _INT8
 
     def load(self, inputs: Inputs) -> "Models":
         """Load the graphs, and check that torch computes the float one as the reference has it.

@@ -171,7 +171,7 @@ def test_an_unchanged_graph_is_passed_on_as_it_is(inputs: dict[str, Artifact], t
 
 def test_kinds_of_training_have_rates_and_names_of_their_own() -> None:
     int8, sparse = task(), task(stays_float=True)
-    assert (int8.subject, sparse.subject) == ("int8", "sparse")
-    assert max(int8.rates) < max(sparse.rates)
-    assert int8.batch_limits.least < sparse.batch_limits.least
-    assert (int8.explain_unchanged[:27], sparse.explain_unchanged) == ("training made it no better:", "")
+    assert (int8.training.subject, sparse.training.subject) == ("int8", "sparse")
+    assert max(int8.training.rates) < max(sparse.training.rates)
+    assert int8.training.limits.least < sparse.training.limits.least
+    assert (int8.training.unchanged[:27], sparse.training.unchanged) == ("training made it no better:", "")
