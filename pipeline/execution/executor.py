@@ -183,16 +183,7 @@ class StepCache:
             with explain_removal(self.inputs.values()):
                 done = work(out, partial)
             effect = done.effect
-            dependencies = self.store.dependencies(self._name)
-            read = dependencies.record(
-                effect.reads,
-                effect.packages,
-                begun_ns,
-                effect.variables,
-                effect.existence,
-                effect.links,
-                effect.absent_modules,
-            )
+            read = self.store.dependencies(self._name).record(effect, begun_ns)
             key, unknown = self._key(read), list(effect.unknown)
             if read.changed:
                 others = f" and {len(read.changed) - 1} others" if len(read.changed) > 1 else ""

@@ -13,14 +13,14 @@ import json
 import os
 import sys
 import time
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from pydantic import BaseModel, ValidationError
 
-from enginesmith.pipeline.artifact import json_digest, relative_digests, write_whole
+from enginesmith.pipeline.artifact import Effect, json_digest, relative_digests, write_whole
 from enginesmith.pipeline.errors import StoreError, storage_errors
 from enginesmith.pipeline.store.manifest import DAY_SECONDS, StoredFile, describe_file
 from enginesmith.pipeline.store.remote import SharedStore
@@ -255,45 +255,34 @@ class InputDependencies:
         if self._shared is not None:
             yield from self._shared_candidates(self._shared, local_names)
 
-    def record(
-        self,
-        paths: Collection[Path],
-        packages: Mapping[str, str],
-        since_ns: int = sys.maxsize,
-        variables: Collection[str] = (),
-        existence: Mapping[Path, bool] | None = None,
-        links: Mapping[Path, str | None] | None = None,
-        absent_modules: Mapping[Path, tuple[str, ...]] | None = None,
-    ) -> ReadRecord:
-        """Record the paths that a step read since a time: files, and folders of which every file was.
+    def record(self, effect: Effect, since_ns: int = sys.maxsize) -> ReadRecord:
+        """Record what a step read since a time, as its effect tells.
 
-        A file that is written again each time, with the content that it had, counts as unchanged. ``existence`` is that
-        of paths that the step asked for, ``links`` tells where paths led, and
-        ``absent_modules`` which modules Python looked for in a folder without success.
+        A file that is written again each time, with the content that it had, counts as unchanged.
 
         Raises:
             StoreError: the store cannot be written, or a file is gone again.
         """
         with storage_errors(f"the store {self._folder.parent}", store=self._folder.parents[1]):
-            whole = {path for path in paths if path.is_dir()}
-            files = {to_portable_path(str(path)): describe_file(path) for path in paths if path not in whole}
+            whole = {path for path in effect.reads if path.is_dir()}
+            files = {to_portable_path(str(path)): describe_file(path) for path in effect.reads if path not in whole}
             candidate = _Candidate(
                 files=tuple(sorted(files)),
                 folders={
                     to_portable_path(str(folder)): _listing(folder)
-                    for folder in sorted({*_folders_of(paths, whole), *whole})
+                    for folder in sorted({*_folders_of(effect.reads, whole), *whole})
                 },
                 subfolders={to_portable_path(str(folder)): _subfolders(folder) for folder in sorted(whole)},
-                existence={to_portable_path(str(path)): there for path, there in sorted((existence or {}).items())},
+                existence={to_portable_path(str(path)): there for path, there in sorted(effect.existence.items())},
                 links={
                     to_portable_path(str(path)): _to_portable_value(target)
-                    for path, target in sorted((links or {}).items())
+                    for path, target in sorted(effect.links.items())
                 },
                 absent_modules={
-                    to_portable_path(str(folder)): names for folder, names in sorted((absent_modules or {}).items())
+                    to_portable_path(str(folder)): names for folder, names in sorted(effect.absent_modules.items())
                 },
-                packages=tuple(sorted(packages)),
-                variables=tuple(sorted(variables)),
+                packages=tuple(sorted(effect.packages)),
+                variables=tuple(sorted(effect.variables)),
             )
             path = self._folder / f"{candidate.digest}.json"
             known = _CandidateRecord.load(path)
@@ -306,7 +295,7 @@ class InputDependencies:
             _CandidateRecord(candidate=candidate, states=files).save(path)
             for old in self._newest_first()[MOST_CANDIDATES:]:
                 old.unlink(missing_ok=True)
-        return _make_record(f"{self._name}/{path.name}", candidate, files, packages, changed)
+        return _make_record(f"{self._name}/{path.name}", candidate, files, effect.packages, changed)
 
     def _shared_candidates(self, shared: SharedStore, local_names: Collection[str]) -> Iterator[ReadRecord]:
         file = _read(shared, self._name)
@@ -326,22 +315,17 @@ class InputDependencies:
         """
         wanted = record.candidate
         try:
-            if any(_listing(Path(from_portable_path(name))) != names for name, names in wanted.folders.items()):
+            looks: tuple[tuple[Callable[[Path], Any], Mapping[str, Any]], ...] = (
+                (_listing, wanted.folders),
+                (_subfolders, wanted.subfolders),
+                (exists, wanted.existence),
+                (lambda path: _to_portable_value(read_link(path)), wanted.links),
+            )
+            if any(look(Path(from_portable_path(name))) != was for look, facts in looks for name, was in facts.items()):
                 return None
-            if any(_subfolders(Path(from_portable_path(name))) != names for name, names in wanted.subfolders.items()):
-                return None
-            if any(exists(Path(from_portable_path(name))) != there for name, there in wanted.existence.items()):
-                return None
-            if any(
-                list_modules(Path(from_portable_path(folder))).intersection(names)
-                for folder, names in wanted.absent_modules.items()
-            ):
-                return None
-            if any(
-                _to_portable_value(read_link(Path(from_portable_path(name)))) != target
-                for name, target in wanted.links.items()
-            ):
-                return None
+            for name, modules in wanted.absent_modules.items():
+                if list_modules(Path(from_portable_path(name))).intersection(modules):
+                    return None
             files = {key: describe_file(Path(from_portable_path(key)), record.states.get(key)) for key in wanted.files}
         except (OSError, LookupError, ValueError):
             return None

@@ -6,6 +6,7 @@ import json
 import os
 import sys
 import time
+from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -30,6 +31,10 @@ from enginesmith.pipeline.tasks.calibrate import open_data
 from enginesmith.pipeline.tensors import TensorSpec
 
 
+def effect(reads: Iterable[Path], packages: dict[str, str], **more: Any) -> Effect:
+    return Effect(file="", summary="", reads=tuple(reads), packages=packages, **more)
+
+
 @pytest.fixture
 def reads(tmp_path: Path) -> InputDependencies:
     return InputDependencies(tmp_path / "reads", "x")
@@ -44,7 +49,7 @@ def test_reads_tell_whether_files_are_as_they_were(reads: InputDependencies, tmp
     code.write_text("a")
     weights.write_text("b")
     assert now(reads) is None
-    before = reads.record([code, weights], software.identities(["numpy"]))
+    before = reads.record(effect([code, weights], software.identities(["numpy"])))
     assert now(reads) == before
     weights.write_text("c")
     changed = now(reads)
@@ -65,7 +70,7 @@ def test_environment_variables_and_names_in_folders_are_part_of_the_key(
     monkeypatch.delenv("ABSENT", raising=False)
 
     def record() -> ReadRecord:
-        return reads.record([tmp_path / "weights"], {}, variables=["CHOICE", "ABSENT"])
+        return reads.record(effect([tmp_path / "weights"], {}, variables=["CHOICE", "ABSENT"]))
 
     before = record()
     assert now(reads) == before
@@ -82,7 +87,7 @@ def test_all_environment_variables_but_the_usual_ones_may_be_part_of_the_key(
     reads: InputDependencies, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delenv("NEW", raising=False)
-    before = reads.record([], {}, variables=[inputs.ALL_VARIABLES])
+    before = reads.record(effect([], {}, variables=[inputs.ALL_VARIABLES]))
     assert now(reads) == before
     for name, other in (("PWD", False), ("OLDPWD", False), ("SSH_TTY", False), ("CI_JOB_ID", False), ("NEW", True)):
         monkeypatch.setenv(name, "elsewhere")
@@ -93,7 +98,7 @@ def test_a_variable_of_the_session_is_part_of_the_key_where_it_is_named(
     reads: InputDependencies, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("SHLVL", "1")
-    before = reads.record([], {}, variables=[inputs.ALL_VARIABLES, "SHLVL"])
+    before = reads.record(effect([], {}, variables=[inputs.ALL_VARIABLES, "SHLVL"]))
     assert now(reads) == before
     monkeypatch.setenv("SHLVL", "2")
     assert now(reads).identity != before.identity
@@ -108,11 +113,11 @@ def test_a_path_that_was_asked_for_and_appears_or_goes_is_a_change(
     change, undo = (flag.unlink, flag.touch) if there else (flag.touch, flag.unlink)
     if there:
         flag.touch()
-    before = reads.record([], {}, existence={flag: there})
+    before = reads.record(effect([], {}, existence={flag: there}))
     assert now(reads) == before
     change()
     assert now(reads) is None
-    assert reads.record([], {}, existence={flag: not there}).identity != before.identity
+    assert reads.record(effect([], {}, existence={flag: not there})).identity != before.identity
     undo()
     assert now(reads) == before
 
@@ -131,11 +136,11 @@ def test_a_link_that_leads_elsewhere_is_a_change(
             link.touch()
 
     make(target)
-    before = reads.record([], {}, links={link: target})
+    before = reads.record(effect([], {}, links={link: target}))
     assert now(reads) == before
     make(other)
     assert now(reads) is None
-    assert reads.record([], {}, links={link: other}).identity != before.identity
+    assert reads.record(effect([], {}, links={link: other})).identity != before.identity
     make(target)
     assert now(reads) == before
 
@@ -144,7 +149,7 @@ def test_a_link_that_leads_elsewhere_is_a_change(
 def test_a_module_in_a_folder_that_python_searches_earlier_is_a_change(
     reads: InputDependencies, tmp_path: Path, new: str
 ) -> None:
-    before = reads.record([], {}, absent_modules={tmp_path / "first": ("helper",)})
+    before = reads.record(effect([], {}, absent_modules={tmp_path / "first": ("helper",)}))
     assert now(reads) == before
     (tmp_path / "first" / new).parent.mkdir(parents=True)
     (tmp_path / "first" / "other.py").touch()
@@ -155,7 +160,7 @@ def test_a_module_in_a_folder_that_python_searches_earlier_is_a_change(
 
 def test_a_package_that_comes_before_a_file_of_its_name_is_a_change(reads: InputDependencies, tmp_path: Path) -> None:
     (tmp_path / "helper.py").touch()
-    before = reads.record([tmp_path / "helper.py"], {})
+    before = reads.record(effect([tmp_path / "helper.py"], {}))
     (tmp_path / "helper").mkdir()
     assert now(reads) == before, "Python prefers the file"
     (tmp_path / "helper" / "__init__.py").touch()
@@ -180,7 +185,7 @@ def test_a_folder_that_may_not_be_looked_into_is_no_package(
 
     with monkeypatch.context() as patched:
         patched.setattr(os, "stat", refuse)
-        before = reads.record([folder / "net.py", folder], {})
+        before = reads.record(effect([folder / "net.py", folder], {}))
         assert now(reads) == before
     assert before.listings == (("net.py",), ("of_root",))
     assert not any(".hidden" in path for path in asked)
@@ -199,7 +204,7 @@ def test_a_file_may_be_read_in_a_folder_that_may_not_be_listed(
 
     with monkeypatch.context() as patched:
         patched.setattr(os, "scandir", refuse)
-        before = reads.record([tmp_path / "net.py"], {})
+        before = reads.record(effect([tmp_path / "net.py"], {}))
         assert now(reads) == before
     assert now(reads) is None, "it may be listed now, and code may look for other files"
 
@@ -212,7 +217,7 @@ def test_paths_in_environment_variables_mean_the_same_in_another_folder(
         (tmp_path / name).mkdir()
         monkeypatch.chdir(tmp_path / name)
         monkeypatch.setenv("PYTHONPATH", f"{tmp_path / name / 'src'}:/opt/lib")
-        identities.append(reads.record([], {}, variables=["PYTHONPATH"]).identity)
+        identities.append(reads.record(effect([], {}, variables=["PYTHONPATH"])).identity)
     assert identities[0] == identities[1]
     assert identities[0]["variables"] == {"PYTHONPATH": "{project}/src:/opt/lib"}
 
@@ -227,7 +232,7 @@ def test_beside_arrays_other_files_are_looked_at_only_where_code_was_read(
     files = [folder / "data.npz", *(tmp_path / name for name in code)]
     for file in files:
         file.write_text("a")
-    before = reads.record(files, {})
+    before = reads.record(effect(files, {}))
     (folder / "run.log").touch()
     assert (now(reads) == before) is apart
     (folder / "data.npz").write_text("b")
@@ -237,7 +242,7 @@ def test_beside_arrays_other_files_are_looked_at_only_where_code_was_read(
 def test_a_folder_that_was_read_as_a_whole_is_looked_at_too(reads: InputDependencies, tmp_path: Path) -> None:
     (tmp_path / "set" / "cat").mkdir(parents=True)
     (tmp_path / "set" / "cat" / "1.png").write_text("a cat")
-    before = reads.record([tmp_path / "set" / "cat" / "1.png", tmp_path / "set"], {})
+    before = reads.record(effect([tmp_path / "set" / "cat" / "1.png", tmp_path / "set"], {}))
     assert now(reads) == before
     assert [Path(name).name for name in before.files] == ["1.png"]
     (tmp_path / "set" / "dog").mkdir()
@@ -253,7 +258,7 @@ def test_files_of_one_name_are_told_apart_by_their_folders(reads: InputDependenc
     for path, content in zip(paths, "ab", strict=True):
         path.parent.mkdir()
         path.write_text(content)
-    before = reads.record(paths, {})
+    before = reads.record(effect(paths, {}))
     for path, content in zip(paths, "ba", strict=True):
         path.write_text(content)
     found = now(reads)
@@ -269,7 +274,7 @@ def _project(folder: Path, code: str = "code") -> Path:
 def test_a_list_is_of_use_to_the_same_project_elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     here, there = _project(tmp_path / "alice" / "net"), _project(tmp_path / "work" / "copy")
     monkeypatch.chdir(here)
-    before = InputDependencies(tmp_path / "reads", "x").record([here / "net.py"], {})
+    before = InputDependencies(tmp_path / "reads", "x").record(effect([here / "net.py"], {}))
     assert list(before.files) == ["{project}/net.py"]
     monkeypatch.chdir(there)
     found = now(InputDependencies(tmp_path / "reads", "x"))
@@ -287,7 +292,7 @@ def test_projects_that_read_other_files_under_one_name_keep_their_lists(
         folder = _project(tmp_path / name)
         (folder / f"{name}.bin").write_text(name)
         monkeypatch.chdir(folder)
-        identities.append(reads.record([folder / "net.py", folder / f"{name}.bin"], {}).identity)
+        identities.append(reads.record(effect([folder / "net.py", folder / f"{name}.bin"], {})).identity)
     for name, identity in zip(("one", "two"), identities, strict=True):
         monkeypatch.chdir(tmp_path / name)
         assert [found.identity for found in reads.candidates()] == [identity]
@@ -296,7 +301,7 @@ def test_projects_that_read_other_files_under_one_name_keep_their_lists(
 def test_a_damaged_list_leads_nowhere(reads: InputDependencies, tmp_path: Path) -> None:
     (tmp_path / "a").touch()
     (tmp_path / "b").touch()
-    reads.record([tmp_path / "a", tmp_path / "b"], {})
+    reads.record(effect([tmp_path / "a", tmp_path / "b"], {}))
     (path,) = (tmp_path / "reads" / "x").iterdir()
     whole = path.read_text()
     name = inputs.to_portable_path(str(tmp_path / "b"))
@@ -312,7 +317,7 @@ def test_what_somebody_else_names_is_read_only_if_it_is_a_file(reads: InputDepen
     (tmp_path / "folder").mkdir()
     queue = tmp_path / "folder" / "w"
     queue.write_text("w")
-    reads.record([queue], {})
+    reads.record(effect([queue], {}))
     (path,) = (tmp_path / "reads" / "x").iterdir()
     noted = json.loads(path.read_text())["candidate"] | {"files": ["/dev/null"]}
     (path.parent / f"{json_digest(noted)}.json").write_text(json.dumps({"candidate": noted}))
@@ -323,7 +328,7 @@ def test_what_somebody_else_names_is_read_only_if_it_is_a_file(reads: InputDepen
 def test_nothing_is_hashed_twice(reads: InputDependencies, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     weights = tmp_path / "w"
     weights.write_text("w")
-    before = reads.record([weights], {})
+    before = reads.record(effect([weights], {}))
     os.utime(weights, ns=(0, 0))
     hashed: list[Path] = []
     monkeypatch.setattr(
@@ -346,7 +351,7 @@ def test_on_a_full_disk_it_is_the_store_there_that_is_to_be_pruned(
 
     monkeypatch.setattr(inputs, "write_whole", refuse)
     with pytest.raises(StoreError, match=f"cache prune --store '{tmp_path}/my store' --max-size"):
-        store.dependencies("x").record([], {})
+        store.dependencies("x").record(effect([], {}))
     monkeypatch.setattr(Path, "mkdir", refuse)
     with pytest.raises(StoreError, match=f"cache prune --store '{tmp_path}/my store' --max-size"), store.workspace():
         pass

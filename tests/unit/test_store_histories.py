@@ -22,7 +22,7 @@ from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
 import faults
-from enginesmith.pipeline.artifact import HistoryEntry, json_digest
+from enginesmith.pipeline.artifact import Effect, HistoryEntry, json_digest
 from enginesmith.pipeline.errors import EnginesmithError, storage_errors
 from enginesmith.pipeline.store import inputs, remote
 from enginesmith.pipeline.store.store import Store
@@ -95,7 +95,8 @@ def key_of(step: str, read: inputs.ReadRecord) -> str:
 def publish(world: World, store: Store, machine: str, step: str, size: int) -> None:
     """Do a step and publish it; no two results are equal, and the first one stays."""
     content = world.content(machine, step) + b"%d;" % next(world.numbers) + b"x" * (400 * size)
-    read = store.dependencies(step).record([world.project(machine) / f"{step}.bin"], {"tool": world.versions[machine]})
+    reads, packages = (world.project(machine) / f"{step}.bin",), {"tool": world.versions[machine]}
+    read = store.dependencies(step).record(Effect(file="", summary="", reads=reads, packages=packages))
     key = key_of(step, read)
     world.published.setdefault(key, set()).add(content)
     with store.workspace() as folder:
