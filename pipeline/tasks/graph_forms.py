@@ -523,7 +523,7 @@ def read_forms(inputs: Inputs, step: PrecisionPass) -> dict[Form, list[GroupFact
             group.model_copy(update={"reason": why, "sqnr_db": None}) if why else group
             for group, why in zip(map(_count_output, groups) if step.rounds_outputs else groups, reasons, strict=True)
         ]
-    lost = any(group.sqnr_db is not None and group.sqnr_db < WEAK_DB for group in forms["given"])
+    lost = any(group.is_weak for group in forms["given"])
     return forms if lost else {"given": forms["given"]}
 
 

@@ -350,7 +350,8 @@ class Assign(Task):
     """The engine casts the float graph by itself, where nothing is to stay in float32: then it chooses each type."""
 
     def run(self, inputs: Inputs, out: Path, progress: Progress) -> Effect:
-        forms, trials = read_forms(inputs, self.step), _read_trials(inputs)
+        forms, records = read_forms(inputs, self.step), [inputs[role] for role in inputs if role.split()[0] == _TRIAL]
+        trials = max((read_models(record, Trial) for record in records), key=len)  # the last has all
         if outpaced := next((trial for trial in trials if trial.outpaced), None):
             return write_records(out, [], rejected=f"{DROPPED}{outpaced.why}: {outpaced.reason}; {outpaced.outpaced}")
         if self.to_train:
@@ -362,8 +363,7 @@ class Assign(Task):
         groups = forms[chosen.form]
         if self.casts and not chosen.kept:
             groups = [group.model_copy(update={"reason": ""}) for group in groups]
-        asked = sum(role.split()[0] == _TRIAL for role in inputs)
-        end = "the time was over" if len(trials) < asked else "the search ended before"
+        end = "the time was over" if len(trials) < len(records) else "the search ended before"
         reasons = {name: _explain_kept(name, chosen, trials, end) for name in chosen.kept}
         reasons |= dict.fromkeys(find_kept(self.keep, groups), "asked for")
         impacts = next((trial.impacts for trial in trials if trial.impacts), {})
@@ -420,12 +420,6 @@ def trial_role(index: int) -> str:
     return f"{_TRIAL} {index}"
 
 
-def _read_trials(inputs: Inputs) -> list[Trial]:
-    """Read the trials of a search from the last of its records that there is."""
-    records = (artifact for role, artifact in inputs.items() if role.split()[0] == _TRIAL)
-    return max((read_models(record, Trial) for record in records), key=len)
-
-
 def _explain_kept(name: str, chosen: Trial, trials: Sequence[Trial], end: str) -> str:
     """Explain why a group stays in floating point; ``end`` tells why the search ended where more was to be tried."""
     first = next((trial for trial in trials if name in trial.kept and trial.phase in ("sensitive", "speed")), None)
@@ -463,7 +457,7 @@ def _with_causes(
     changing = {name for name, energy in impacts.items() if to_decibels(energy) < WEAK_DB}
     changes = dict[str, dict[str, Any]]()
     for name in given.keys() & final.keys():
-        was_weak, is_weak = (_is_weak(facts[name]) for facts in (given, final))
+        was_weak, is_weak = (facts[name].is_weak for facts in (given, final))
         remains = is_weak or name in chosen.kept or not was_weak
         lost = was_weak or is_weak or name in changing
         cause = (final if remains else given)[name].cause if lost else ""
@@ -471,21 +465,18 @@ def _with_causes(
     return [row | changes.get(row["group"], {}) for row in rows]
 
 
-def _is_weak(group: GroupFact) -> bool:
-    return group.sqnr_db is not None and group.sqnr_db < WEAK_DB
-
-
 def assignment(
     groups: Sequence[GroupFact], chosen: Candidate | Trial, step: PrecisionPass, reasons: Mapping[str, str]
 ) -> list[dict[str, Any]]:
     """List each group's precision, as the precision pass reads it and reports show it."""
-    low, rest = step.precision.partition("+")[0], step.remainder
+    low = step.precision.partition("+")[0]
+    rests = {"fp64": "fp64"}  # which is not rounded to another precision
     return [
         {
             "group": group.name,
             "module": group.module,
             "operator": group.kind,
-            "precision": _name_rest(group, rest) if group.name in chosen.kept or group.reason else low,
+            "precision": rests.get(group.given, step.remainder) if group.name in chosen.kept or group.reason else low,
             "why": group.reason or reasons.get(group.name, ""),
             "anyway": bool(group.reason),
             "form": chosen.form,
@@ -499,19 +490,9 @@ def assignment(
     ]
 
 
-def _name_rest(group: GroupFact, rest: str) -> str:
-    """Name the precision of a group that stays in floating point: float64 is not rounded to another one."""
-    return group.given if group.given == "fp64" else rest
-
-
 def read_form(assignment: Artifact) -> str:
     """Read which form of the float graph an assignment is for."""
     return next((str(entry["form"]) for entry in read_records(assignment)), "given")
-
-
-def _keeps_any(assignment: Artifact) -> bool:
-    """Tell whether an assignment keeps groups in float32 that could be in another precision."""
-    return any(entry["precision"] == "fp32" and not entry["anyway"] for entry in read_records(assignment))
 
 
 class LowerForm(Transform):
@@ -524,7 +505,8 @@ class LowerForm(Transform):
         chosen = inputs[ASSIGNMENT]
         form = read_form(chosen)
         model, records = find_form(form, inputs)
-        if self.casts and not _keeps_any(chosen):
+        kept = (entry for entry in read_records(chosen) if entry["precision"] == "fp32" and not entry["anyway"])
+        if self.casts and not any(kept):
             return edit.pass_on(model.path, out, "nothing stays in float32, so the engine casts it by itself")
         effect = run_pass(self.step, model, out, progress, {**records, ASSIGNMENT: chosen})
         if form == "given":

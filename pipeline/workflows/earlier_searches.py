@@ -22,7 +22,6 @@ from enginesmith.pipeline.artifact import json_digest
 from enginesmith.pipeline.errors import StoreError
 from enginesmith.pipeline.execution.events import Outcomes
 from enginesmith.pipeline.passes.quantize.layers import find_kept
-from enginesmith.pipeline.passes.quantize.precisions import WEAK_DB
 from enginesmith.pipeline.passes.quantize.search import (
     NO_ADVICE,
     Advice,
@@ -95,7 +94,7 @@ class PastSearch(PastRecord, frozen=True, extra="forbid"):
 def find_pattern(groups: Sequence[GroupFact]) -> dict[str, float]:
     """Find the pattern of a model, from the sensitivity of its groups."""
     measured = [group for group in groups if group.sqnr_db is not None]
-    weak = [group for group in measured if group.sqnr_db is not None and group.sqnr_db < WEAK_DB]
+    weak = [group for group in measured if group.is_weak]
     counts = Counter(f"{group.kind}: {group.pattern if weak else _NOTHING_WEAK}" for group in weak or measured)
     return {name: round(count / counts.total(), 6) for name, count in counts.most_common()}
 

@@ -77,6 +77,11 @@ class GroupFact(BaseModel, frozen=True):
     output_cause: str = ""
     output_pattern: Cause = "unknown"
 
+    @property
+    def is_weak(self) -> bool:
+        """Tell whether it loses much in few bits."""
+        return self.sqnr_db is not None and self.sqnr_db < WEAK_DB
+
 
 class Judgement(BaseModel, frozen=True):
     """Accuracy of the answers of a graph."""
@@ -284,7 +289,7 @@ def _find_nearest(everything: Sequence[Trial], forms: Groups) -> Trial:
 
 
 def _sum_weak_work(groups: Sequence[GroupFact]) -> int:
-    return sum(group.macs for group in groups if group.sqnr_db is not None and group.sqnr_db < WEAK_DB)
+    return sum(group.macs for group in groups if group.is_weak)
 
 
 def _lose_little(groups: Sequence[GroupFact]) -> bool:
@@ -295,7 +300,7 @@ def _lose_little(groups: Sequence[GroupFact]) -> bool:
 
 def _find_main_cause(groups: Sequence[GroupFact]) -> Cause:
     """Find the cause for which most of the groups that lose much do so."""
-    causes = Counter(group.pattern for group in groups if group.sqnr_db is not None and group.sqnr_db < WEAK_DB)
+    causes = Counter(group.pattern for group in groups if group.is_weak)
     return causes.most_common(1)[0][0] if causes else "unknown"
 
 

@@ -34,12 +34,9 @@ from enginesmith.pipeline.tensors import ShapeRange
 
 
 @dataclass(frozen=True)
-class Chosen:
+class Chosen(Stored):
     """A variant of a run whose files are there, as they were made."""
 
-    folder: Path
-    run: Run
-    record: VariantRecord
     cautions: tuple[str, ...]
 
     @property
