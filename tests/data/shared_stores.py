@@ -10,7 +10,7 @@ from typing import Any
 import fsspec
 import pytest
 
-from enginesmith.pipeline.artifact import Artifact, HistoryEntry
+from enginesmith.pipeline.artifact import Artifact, Effect, HistoryEntry
 from enginesmith.pipeline.store.store import Store
 
 HISTORY = (HistoryEntry(step="export", parameters={}, tools={}, seconds=1.0, host_peak_bytes=None, effect="made"),)
@@ -58,7 +58,7 @@ def list_files(url: str, pattern: str = "objects") -> list[str]:
 
 def put(store: Store, key: str = KEY, content: bytes = b"graph", **options: Any) -> Artifact:
     """Publish an entry of two files, one of them in a folder."""
-    read = store.dependencies("x").record([], {})
+    read = store.dependencies("x").record(Effect(file="", summary=""))
     with store.workspace() as folder:
         (folder / "model.onnx").write_bytes(content)
         (folder / "sub").mkdir()

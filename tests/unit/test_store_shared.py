@@ -125,7 +125,7 @@ def test_lists_of_several_projects_are_kept_the_newest_first(
         (folder / f"{name}.bin").write_text(name)
         monkeypatch.chdir(folder)
         store = machine(machine_name)
-        found = store.dependencies("x").record([folder / f"{name}.bin"], {})
+        found = store.dependencies("x").record(Effect(file="", summary="", reads=(folder / f"{name}.bin",)))
         with store.workspace() as work:
             (work / "a").write_text(name)
             key = json_digest(name)
