@@ -303,15 +303,18 @@ class _Smoother:
 
     def scale(self, value: "ir.Value", axis: int, readers: Sequence[Product]) -> None:
         """Scale a value and everything that it is multiplied with, if there is a place for the factors."""
-        nodes = {product.node for product in readers}
         weights = list({product.weight: product for product in readers}.values())
+        uses = {use for product in weights for use in product.weight.uses()}
+        alone = {use.node for use in uses} <= {product.node for product in readers}
         statistics = self._statistics(value, axis, readers[0].inputs)
         both_ways = len({(product.weight, inputs_first(product.node)) for product in readers}) > len(weights)
-        read_elsewhere = (use.idx != 1 or use.node not in nodes for product in weights for use in product.weight.uses())
         channels = self._read[readers[0].node]
         movable = self._movable[channels].all() and len(np.unique(channels)) == len(channels)
-        free = movable and not self._costing[channels].any() and self._find_readers(channels) <= nodes
-        if both_ways or any(read_elsewhere):
+        free = movable and not self._costing[channels].any()
+        free &= self._find_readers(channels) <= {use.node for use in uses}
+        if free and not alone and self._scaled[channels].any():
+            self._count(readers)  # along with others that have its weight
+        elif both_ways or any(use.idx != 1 for use in uses) or not (alone or free):
             self.done.shared += 1
         elif statistics is None:
             self.done.unknown += 1
@@ -326,7 +329,8 @@ class _Smoother:
             if choice.after >= (_WORTH_WRITING if free else _WORTH_MULTIPLYING) * choice.before:
                 self.done.even += 1
                 return
-            self._note(statistics, choice, len(readers))
+            self._count(readers)
+            self._note(statistics, choice)
             if together:
                 self._divide(channels, choice.factors)
                 return
@@ -459,11 +463,14 @@ class _Smoother:
             reader.replace_input_with(index, node.outputs[0])
         self.done.inserted += 1
 
-    def _note(self, statistics: ChannelStatistics, choice: Choice, readers: int) -> None:
-        """Count, and remember the most uneven value, before and after."""
+    def _count(self, readers: Sequence[Product]) -> None:
+        """Count a value that is scaled, and the products that read it."""
+        self.done.values += 1
+        self.done.products += len(readers)
+
+    def _note(self, statistics: ChannelStatistics, choice: Choice) -> None:
+        """Sum up the errors, and remember the most uneven value, before and after."""
         done, amax = self.done, np.array(statistics.amax)
-        done.values += 1
-        done.products += readers
         done.error_before += choice.before
         done.error_after += choice.after
         alive = amax > 0
