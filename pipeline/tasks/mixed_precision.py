@@ -281,15 +281,14 @@ class Search(Task):
         for name, engine in self.rivals.items():
             if not {f"{RIVAL} {name}", f"{RIVAL} {name} {VERIFIED}"} <= inputs.keys():
                 continue
-            own = {"quantized": (self.engine, built)} | (
-                {"float": (self.engine, inputs[FLOAT])} if FLOAT in inputs else {}
-            )
-            sides = {**own, name: (engine, inputs[f"{RIVAL} {name}"])}
+            sides = {"quantized": (self.engine, built)}
+            sides |= {"float": (self.engine, inputs[FLOAT])} if FLOAT in inputs else {}
+            sides[name] = engine, inputs[f"{RIVAL} {name}"]
             rows = measure_beside(sides, self.device, inputs[REFERENCE], _SPEED_SECONDS, progress)
             gains = [row.speedup for row in rows[1:] if row.speedup and not row.speedup_disturbed]
             if len(gains) < len(rows) - 1 or gains[-1].too_noisy:
                 continue
-            if gains[-1].low > _OUTPACED * max(1.0, *(gain.high for gain in gains[:-1])):
+            if gains[-1].low > _OUTPACED * max([1.0, *(gain.high for gain in gains[:-1])]):
                 return f"{name} is {gains[-1].times()} faster than that, and loses nothing"
         return ""
 

@@ -108,6 +108,7 @@ def test_the_first_trial_with_groups_in_floating_point_measures_impacts_and_the_
         (Interval(median=1.5, low=1.1, high=1.8), False, 0.9, False),
         (Interval(median=1.5, low=1.4, high=1.6), True, 0.9, False),
         (None, False, 0.9, False),
+        (Interval(median=1.5, low=1.4, high=1.6), False, None, True),
     ],
 )
 def test_a_search_ends_where_a_rival_is_much_faster_than_everything_quantized(
@@ -115,16 +116,18 @@ def test_a_search_ends_where_a_rival_is_much_faster_than_everything_quantized(
     monkeypatch: pytest.MonkeyPatch,
     speedup: Interval | None,
     disturbed: bool,
-    of_float: float,
+    of_float: float | None,
     ends: bool,
 ) -> None:
     """It would only have made it slower, and it could not win; nobody says that it is wrong."""
-    gain = Interval(median=of_float, low=of_float, high=of_float)
-    rows = [None, SimpleNamespace(speedup=gain, speedup_disturbed=False)]
+    rows: list[Any] = [None]
+    if of_float is not None:
+        gain = Interval(median=of_float, low=of_float, high=of_float)
+        rows.append(SimpleNamespace(speedup=gain, speedup_disturbed=False))
     rows += [SimpleNamespace(speedup=speedup, speedup_disturbed=disturbed)]
     monkeypatch.setattr(mixed_precision, "measure_beside", lambda sides, *_: rows[-len(sides) :])
     inputs, rival = prepare(tmp_path), OnnxRuntime()
-    roles = ("rival other-fp32", "rival other-fp32 verified", FLOAT)
+    roles = ("rival other-fp32", "rival other-fp32 verified", *([FLOAT] if of_float is not None else []))
     float_engine = dict.fromkeys(roles, inputs["model"])
     trials = search(
         {**inputs, **float_engine}, tmp_path, engine=OnnxRuntime(), runs_here=True, rivals={"other-fp32": rival}
