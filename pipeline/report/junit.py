@@ -52,8 +52,10 @@ def _gate_suites(gate: Gate | FleetGate | None) -> dict[str, list[_Case]]:
 def _suites(run: Run) -> dict[str, list[_Case]]:
     suites = {"budgets": list(_budgets(run))}
     for record in run.requested:
-        case = _Case("measured", "failure" if record.status == "failed" else "skipped", record.reason or record.status)
-        measured = _Case("measured") if record.status == "measured" else case
+        failed = record.failure_at(run.deciding_batch)
+        outcome: Literal["failure", "skipped"] = "failure" if failed or record.status == "failed" else "skipped"
+        case = _Case("measured", outcome, failed or record.reason or record.status)
+        measured = _Case("measured") if record.status == "measured" and not failed else case
         suites[f"variant {record.id}"] = [measured, *map(_make_check_case, record.fidelity)]
     return suites
 

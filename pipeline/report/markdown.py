@@ -143,7 +143,7 @@ def _render_fidelity(run: Run) -> str:
 def _render_machine(run: Run) -> str:
     """Name the machine, and say why measuring stopped."""
     machine = f"{plain(str(run.environment.get('processor') or 'unknown CPU'))}, {run.where}"
-    threads = count_words(run.where.thread_count, "thread")
+    threads = count_words(run.thread_count, "thread")
     speedup = f"Speed-up is the median of paired rounds against {plain(run.baseline.id)}."
     stops = plain("; ".join(sentences.list_stops(run)))
     return f"Measured on {machine}; {threads}. {speedup}" + (f" Stopped: {stops}." if stops else "")

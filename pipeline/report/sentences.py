@@ -455,11 +455,14 @@ def describe_out_of_memory(run: Run) -> Iterator[str]:
         full = next((row for row in record.latency if row.oom), None)
         if full is None or full.oom is None:
             continue
-        fits = max((row.batch for row in record.latency if not row.failure), default=None)
+        fitting = [row.batch for row in record.latency if not row.failure]
+        fits = max((batch for batch in fitting if batch < full.batch), default=None)
         request = f"asked for {format_bytes(full.oom.asked_bytes)}" if full.oom.asked_bytes else "out of memory"
         free = f", {format_bytes(full.oom.free_bytes)} free" if full.oom.free_bytes is not None else ""
         back = {True: "; its memory was released", False: "; it is not known whether its memory was released", None: ""}
         largest = f"the largest batch that fits is {fits}" if fits else "no batch fits"
+        if larger := [batch for batch in fitting if batch > full.batch]:
+            largest = f"batch {larger[-1]} fits, so that other programs may have taken the memory"
         yield f"{mark_name(record)}: {largest}; batch {full.batch} {request}{free}{back[full.oom.given_back]}"
 
 

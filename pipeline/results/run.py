@@ -241,6 +241,11 @@ class VariantRecord(BaseModel, frozen=True):
         """Look up the latency at a batch size; None if it was not measured."""
         return next((row for row in self.latency if row.batch == batch and row.p50_ms is not None), None)
 
+    def failure_at(self, batch: int) -> str:
+        """Return the reason why the latency at a batch size could not be measured; empty if it was, or not tried."""
+        failures = (row.failure for row in self.latency if row.batch == batch and not row.late)
+        return next((failure for failure in failures if failure), "")
+
     @property
     def judged_fidelity(self) -> tuple[StageFidelity, ...]:
         """Return the comparisons with the reference that judge, without those of stages that change the model."""
@@ -397,6 +402,11 @@ class Run(BaseModel, frozen=True, populate_by_name=True):
     def where(self) -> Device:
         """Return the device that the run was on, with its threads; this machine's GPU decides nothing about it."""
         return self.device or self.recipe.named_device or Device(threads=self.recipe.threads)
+
+    @property
+    def thread_count(self) -> int:
+        """Return the number of threads of a session on the machine of the run."""
+        return self.where.threads or self.environment.get("usable_cores") or self.where.thread_count
 
     @property
     def deciding_batch(self) -> int:

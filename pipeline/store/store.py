@@ -278,7 +278,11 @@ class Store:
         return _measure(self.root) if self._shared is None else sum(entry.bytes for entry in self.entries())
 
     def verify(self) -> list[str]:
-        """Hash every file of every entry; remove the damaged entries and return their keys."""
+        """Hash every file of every entry; remove the damaged entries and return their keys.
+
+        Raises:
+            StoreError: they cannot be removed.
+        """
         if self._shared is not None:
             with self.workspace() as folder:
                 return self._shared.verify(folder)
@@ -287,6 +291,11 @@ class Store:
             if _read_intact(path.parent, every_byte=True) is None:
                 damaged.append(path.parent.name)
                 self._discard(path.parent)
+        if left := [key for key in damaged if self._folder(key).exists()]:
+            raise StoreError(
+                f"{len(left)} of {len(damaged)} damaged entries of the store {self.root} cannot be removed: {left[0]}",
+                "make the store writable for this user, and verify it again",
+            )
         return damaged
 
     def prune(self, *, max_bytes: int | None = None, max_age_seconds: float | None = None) -> list[Entry]:

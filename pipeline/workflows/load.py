@@ -466,7 +466,9 @@ def _refuse_closed(values: Sequence[Array]) -> Sequence[Array]:
 
 def _refuse_forked(values: Sequence[Array]) -> Sequence[Array]:
     message = "the model was loaded before this process was forked, and the engine's threads are in the other process"
-    raise UsageError(message, "load it in each worker")
+    raise UsageError(
+        message, "load it in each worker, and start workers by spawn if PyTorch runs it, which hangs in a fork"
+    )
 
 
 _open: "weakref.WeakSet[LoadedModel]" = weakref.WeakSet()

@@ -199,6 +199,7 @@ def test_budgets_come_before_the_objective(done: tuple[Path, Run]) -> None:
     assert [verdict.passed for verdict in run.verdicts] == [False]
 
 
+@pytest.mark.thorough
 def test_the_time_limit_leaves_a_run_to_resume(tmp_path: Path) -> None:
     marker = tmp_path / "marker"
     marker.touch()

@@ -49,7 +49,8 @@ def raw_digits(tmp_path: Path) -> Path:
     return tmp_path
 
 
-@pytest.mark.parametrize("precision", ["fp32", pytest.param("int8", marks=pytest.mark.thorough)])
+@pytest.mark.thorough
+@pytest.mark.parametrize("precision", ["fp32", "int8"])
 def test_digits_take_raw_bytes_and_answer_with_probabilities(raw_digits: Path, cli: Cli, precision: str) -> None:
     run, raw = raw_digits / "run", raw_digits / "raw.npz"
     done = cli(

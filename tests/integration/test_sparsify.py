@@ -95,10 +95,9 @@ def test_what_makes_no_sense_is_said(options: tuple[str, ...], words: str, cli: 
     assert not (tmp_path / "m.onnx").exists()
 
 
+@pytest.mark.thorough
 @pytest.mark.skipif(not versions.importable("tensorrt_rtx").ok, reason="tensorrt-rtx is not installed")
-@pytest.mark.parametrize(
-    ("precision", "stored"), [("fp16", np.float16), pytest.param("int8", np.int8, marks=pytest.mark.thorough)]
-)
+@pytest.mark.parametrize(("precision", "stored"), [("fp16", np.float16), ("int8", np.int8)])
 def test_tensorrt_gets_the_same_2_4_zeros(precision: str, stored: type[np.generic], cli: Cli, folder: Path) -> None:
     sparse, lower, engine = (folder / f"{precision}{suffix}" for suffix in (".onnx", "-lower.onnx", ".engine"))
     assert cli("sparsify", f"{NETS}:products", "-o", sparse).code == 0

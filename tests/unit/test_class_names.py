@@ -216,6 +216,7 @@ def test_models_are_trained_and_pruned_by_the_names_of_their_classes(
     np.testing.assert_array_equal(collected, numbers[[*feeding.data.rows]])
 
 
+@pytest.mark.thorough
 def test_searches_judge_by_the_names_that_the_reference_has(
     load_digits: LoadDigits, digit_folders: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -128,6 +128,7 @@ def test_a_pruned_model_comes_back_bit_by_bit_and_can_be_pruned_again(tmp_path: 
     assert len(record["surgery"]["history"]) > len(read_facts(second).groups)
 
 
+@pytest.mark.thorough
 def test_the_same_pruning_gives_the_same_bytes(tmp_path: Path) -> None:
     parent = loaded(tmp_path, NETS)
     for name in ("a", "b"):
@@ -225,6 +226,7 @@ def test_a_saved_model_is_a_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
         saved.read_saved(project / "small", module.LoadOptions(), out)
 
 
+@pytest.mark.thorough
 def test_a_file_that_is_newly_read_is_no_change(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     project, inner = tmp_path / "project", tmp_path / "project" / "inner"
     inner.mkdir(parents=True)
@@ -324,6 +326,7 @@ def test_what_would_empty_a_layer_is_a_trial_that_failed(tmp_path: Path) -> None
     assert "would empty a layer" in last["reason"]
 
 
+@pytest.mark.thorough
 def test_a_first_trial_that_would_empty_a_layer_does_not_end_the_search(tmp_path: Path) -> None:
     far = wanted().model_copy(update={"target": PruneTarget.parse("latency=-98%")})
     first = trial().model_copy(update={"prune": far})

@@ -137,9 +137,10 @@ def _summarize_fidelity(cast: Cast, by_id: _Worst) -> str:
     failed = [record for record in records if not all(fidelity.passed for fidelity in by_id[record.id].values())]
     ends = f"{len(failed)} of {len(records)} variants failed a stage" if failed else "every stage passed"
     if not falls:
-        least = min((sqnr for record in records for sqnr in record.lowest_sqnr_db.values()), default=None)
+        least = min((sqnr for record in winner or records for sqnr in record.lowest_sqnr_db.values()), default=None)
         bound = "" if least is None else f": SQNR is {least:.1f} dB or more"
-        return f"No stage loses accuracy against the one before it{bound}; {ends}{cast.unnamed(by_id)}."
+        stage = f"No stage of {short_name(winner[0])}" if winner else "No stage"
+        return f"{stage} loses accuracy against the one before it{bound}; {ends}{cast.unnamed(by_id)}."
     (_, stage, before, after), record = max(falls, key=lambda pair: pair[0][0])
     change = f"from {before:.1f} dB to {after:.1f} dB"
     return f"{short_name(record)} loses most at {stage}, {change}; {ends}{cast.unnamed(by_id)}."

@@ -286,6 +286,9 @@ def _count_unmeasured(run: Run) -> str:
         "rejected": sum(bool(record.rejected) for record in run.requested),
         "skipped": ends.count("skipped"),
         "built, not measured": ends.count("built"),
+        f"not measured at batch {run.deciding_batch}, which decides": sum(
+            record.status == "measured" and bool(record.failure_at(run.deciding_batch)) for record in run.requested
+        ),
     }
     summary = ", ".join(f"{count} {word}" for word, count in counts.items() if count)
     return f"{summary} of {len(run.requested)}." if summary else "None."

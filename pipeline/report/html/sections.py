@@ -172,7 +172,9 @@ def render_rejected(run: Run, drawings: Drawings) -> tuple[Block, ...]:
         {"variants": ", ".join(map(mark_name, records)), "what": what, "why": why}
         for records, what, why in (*rejected, *others)
     )
-    none = Words("None: every variant was built, compared with the original model and measured.")
+    left = [mark_name(record) for record in run.requested if record.status != "measured"]
+    everything = "None: every variant was built, compared with the original model and measured."
+    none = Words(f"None failed; not measured: {', '.join(left)}." if left else everything)
     caption = "Variants that failed, were rejected or not measured, with the reason"
     return show_rows(make_table("reasons", caption, rows)) or (none,)
 
@@ -329,7 +331,7 @@ _REST = (
 def render_method(run: Run, drawings: Drawings) -> tuple[Block, ...]:
     """Describe the clock, the rounds, and what counts as memory."""
     measure = run.recipe.measure
-    device = f"Measured on {run.where} with {count_words(run.where.thread_count, 'thread')} a session."
+    device = f"Measured on {run.where} with {count_words(run.thread_count, 'thread')} a session."
     rule = f"Measuring stops when every median is known to ± {measure.precision:.0%}, or after {measure.seconds:g} s"
     stops = ", ".join(sentences.list_stops(run))
     stopping = f"{rule} for each batch size{f'; here: {stops}' if stops else ''}."
