@@ -8,10 +8,11 @@ import pytest
 
 import fleets
 from enginesmith.pipeline.commands.context import announce
-from enginesmith.pipeline.measure.rows import LatencyRow, MemoryRow, StageFidelity
+from enginesmith.pipeline.measure.rows import LatencyRow, MemoryRow, OutOfMemory, StageFidelity
 from enginesmith.pipeline.measure.statistics import Interval
 from enginesmith.pipeline.recipe import make
 from enginesmith.pipeline.report import gate, junit, markdown
+from enginesmith.pipeline.report.sentences import describe_out_of_memory
 from enginesmith.pipeline.results.run import VariantRecord, Verdict
 from runs import small, variant
 
@@ -260,3 +261,27 @@ def test_any_text_is_xml(text: str) -> None:
     shown.encode()
     assert len(cases(shown)) == 2
     assert "<script>" not in shown
+
+
+@pytest.mark.parametrize(("late", "failures"), [(False, 1), (True, 0)])
+def test_a_variant_whose_deciding_batch_has_no_number_is_no_success(late: bool, failures: int) -> None:
+    """Others of its batches were measured; what the time cut short is no failure."""
+    lost = LatencyRow(batch=1, p50_ms=None, failure="its process was killed", late=late)
+    run = usual_run(twice_measured("a", latency=(lost, LatencyRow(batch=8, p50_ms=1.0))))
+    suites = ElementTree.fromstring(junit.render(run))
+    failed = [case for case in suites.iter("testcase") if case.find("failure") is not None]
+    assert [(case.get("classname"), case.get("name")) for case in failed] == [("variant a", "measured")] * failures
+
+
+@pytest.mark.parametrize(
+    ("fitting", "words"), [(4, "the largest batch that fits is 4"), (16, "batch 16 fits, so that")]
+)
+def test_what_ran_out_of_memory_says_what_fits(fitting: int, words: str) -> None:
+    full = LatencyRow(batch=8, p50_ms=None, failure="out of memory", oom=OutOfMemory(message="killed"))
+    run = usual_run(twice_measured("a", latency=(LatencyRow(batch=fitting, p50_ms=1.0), full)))
+    assert any(words in sentence for sentence in describe_out_of_memory(run))
+
+
+def test_threads_are_those_of_the_machine_that_was_measured() -> None:
+    text = markdown.render(usual_run(twice_measured("a"), environment={"usable_cores": 48}))
+    assert "48 threads" in text

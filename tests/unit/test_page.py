@@ -17,7 +17,7 @@ import runs
 from enginesmith.pipeline.commands.context import show_run
 from enginesmith.pipeline.errors import StoreError, UsageError
 from enginesmith.pipeline.report import files, run_tables, tables
-from enginesmith.pipeline.report.html import blocks, page
+from enginesmith.pipeline.report.html import blocks, page, sections
 from enginesmith.pipeline.report.html.blocks import Folded, Section, tables_in
 from enginesmith.pipeline.report.tables import Table
 from enginesmith.pipeline.results import run as documents
@@ -351,3 +351,9 @@ def test_a_long_reason_is_told_in_full_in_one_place() -> None:
     some = runs.small(baseline, failed, winner=None, winner_reason=why)
     assert all(len(fact.text) < 300 for fact in page.answer_questions(some))
     assert page.render(some).count(why.strip()) == 1
+
+
+@pytest.mark.parametrize(("status", "words"), [("measured", "every variant was built"), ("built", "not measured: a")])
+def test_an_interrupted_run_does_not_say_that_everything_was_measured(status: str, words: str) -> None:
+    (block,) = sections.render_rejected(runs.small(runs.variant("eager"), runs.variant("a", status=status)), {})
+    assert words in str(block)

@@ -71,6 +71,19 @@ def test_files_have_the_rights_that_the_umask_gives(store: Store, umask: int, ri
     assert Store(store.root).get("ab" * 32) == made
 
 
+def test_a_damaged_entry_that_cannot_be_removed_is_not_said_to_be(
+    store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    put(store, "ab" * 32).path.write_bytes(b"grapH")
+    monkeypatch.setattr(Path, "rename", lambda *_: raise_denied())
+    with pytest.raises(StoreError, match=r"1 of 1 damaged entries of the store .* cannot be removed"):
+        store.verify()
+
+
+def raise_denied() -> None:
+    raise PermissionError(13, "Permission denied")
+
+
 @pytest.mark.parametrize("harm", ["change", "truncate", "remove", "add", "manifest", "history"])
 def test_a_damaged_entry_is_noticed_and_removed(store: Store, harm: str) -> None:
     path = put(store, "ab" * 32).path
