@@ -7,7 +7,7 @@
     ├── ModelError                        InvalidGraph, ExportError, FidelityError
     │   └── BuildError                    UnsupportedGraph, LimitTooSmall, WrongEngine, BuilderFailed
     ├── StoreError                        MissingEntry
-    └── StepError                         StepCrashed, StepTimeout, StepOutOfMemory, StepKilled
+    └── StepError                         StepCrashed, StepTimeout, StepOutOfMemory, StepKilled (KilledForMemory)
 
 Each tells what was wrong, and what to do about it as ``remedy``. Third-party exceptions become one of these at the
 boundary where they enter; the original stays chained as ``__cause__``.
@@ -175,8 +175,12 @@ class StepOutOfMemory(StepError, failure="out of memory"):
         self.limited_torch = limited_torch
 
 
-class StepKilled(StepOutOfMemory):
-    """The process was killed from outside, which the kernel does where memory ran out."""
+class StepKilled(StepError, failure="crash"):
+    """The process was killed from outside (SIGKILL), by a person or a program."""
+
+
+class KilledForMemory(StepKilled, StepOutOfMemory, failure="out of memory"):
+    """The kernel killed the process because memory ran out, or nothing says that it was not the kernel."""
 
 
 class StepTimeout(StepError, failure="timeout"):
@@ -291,9 +295,9 @@ def explain_errno(error: OSError, place: str, choose: str = "choose", store: Pat
         return StoreError(f"{place}: a file is where a folder has to be", "choose another place")
     remedy = "check the path and its rights"
     if error.errno in (errno.ENOSPC, errno.EDQUOT):
-        which = f"--store {shlex.quote(str(store))}" if store else "--local"
-        others = "" if store else ", with --store if you gave one"
-        remedy = f"free some space (`enginesmith cache prune {which} --max-size 5GiB`{others}) or choose another disk"
+        prune = f"`enginesmith cache prune {f'--store {shlex.quote(str(store))}' if store else '--local'} --max-size 5GiB`"
+        how = prune if store else f"if the store is on that disk: {prune}, with --store if you gave one"
+        remedy = f"free some space ({how}) or choose another disk"
     elif error.errno in (errno.EACCES, errno.EPERM, errno.EROFS):
         remedy = f"{choose} a folder that you may write to"
     elif error.errno == errno.EFBIG:

@@ -121,6 +121,11 @@ def compare_devices(before: Run, after: Run) -> tuple[Changed, ...]:
     return _list_changed(*_machines(before, after, _PROCESSOR, ()))
 
 
+def compare_packages(before: Run, after: Run) -> tuple[Changed, ...]:
+    """List the packages whose versions differ, whatever they are used for."""
+    return _list_changed(*(run.environment.get("packages", {}) for run in (before, after)))
+
+
 def compare_runtimes(before: Run, after: Run, engine: str) -> tuple[Changed, ...]:
     """List the versions that differ and decide how fast an engine's files run; empty where they are equal."""
     return _list_changed(_runtime(before, engine), _runtime(after, engine))

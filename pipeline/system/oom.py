@@ -15,8 +15,10 @@ Seen with torch 2.13, ONNX Runtime 1.31 and numpy 2 under an address-space limit
 
 import errno
 import re
+from pathlib import Path
 
 from enginesmith.pipeline.errors import StepOutOfMemory
+from enginesmith.pipeline.system.cpu import numbers
 from enginesmith.pipeline.units import format_bytes, parse_bytes
 
 _WORDS = (
@@ -42,6 +44,11 @@ _SEGMENTS = (2 << 20, 20 << 20)
 """Bytes that torch takes from the driver at once (kSmallBuffer and kLargeBuffer of c10/cuda/CUDACachingAllocator.h)."""
 _WHOLE_SEGMENTS = "; it takes 2 MiB at once for small blocks, 20 MiB for blocks from 1 MiB"
 _REMEDY = "use a smaller batch"
+
+
+def count_kernel_kills() -> int | None:
+    """Count the processes that the kernel has killed for lack of memory since the machine started; None if untold."""
+    return numbers(Path("/proc/vmstat")).get("oom_kill")
 
 
 def says_out_of_memory(text: str) -> bool:

@@ -27,6 +27,7 @@ from typing import Any
 
 from enginesmith.pipeline.errors import (
     EnginesmithError,
+    KilledForMemory,
     StepCrashed,
     StepError,
     StepKilled,
@@ -91,12 +92,13 @@ class Worker:
         """Start ``body(connection, *args)`` with its standard output and error in ``log``.
 
         Raises:
-            StepKilled: the fork server was killed meanwhile; the next worker starts another one.
+            KilledForMemory: the fork server was killed meanwhile; the next worker starts another one.
         """
         context = multiprocessing.get_context("forkserver")
         context.set_forkserver_preload([_PRELOADED])
         self.log = log
         self._earlier_bytes = log.stat().st_size if log.is_file() else 0
+        self._kernel_kills = oom.count_kernel_kills()
         self._ending = threading.Lock()
         """An exit code can be read once, and two threads may want it: the one that kills and the one that waits."""
         self._connection, theirs = context.Pipe()
@@ -111,7 +113,7 @@ class Worker:
                 self._process.start()
             except (EOFError, ConnectionError) as error:
                 _wait_for_server_to_end()
-                raise StepKilled(
+                raise KilledForMemory(
                     "its process was not started, as the fork server that starts it was killed, most likely by the "
                     "kernel because memory ran out",
                     "give it more memory, or fewer --jobs; `resume` does what is missing",
@@ -167,10 +169,7 @@ class Worker:
         nothing = "nothing but the trace of the crash" if place else "empty"
         tail = f"; the end of its log ({self.log.name}): {log_text or nothing}{place}"
         if code == -signal.SIGKILL:
-            return StepKilled(
-                "its process was killed, most likely by the kernel because memory ran out" + tail,
-                "give it more memory, a smaller batch or fewer --jobs; `resume` does what is missing",
-            )
+            return _explain_kill(self._kernel_kills, oom.count_kernel_kills(), tail)
         cause = signal.Signals(-code).name if code is not None and code < 0 else f"exit code {code}"
         if code == -signal.SIGABRT and oom.says_out_of_memory(log_text):  # an exception that nothing caught
             return oom.out_of_memory(log_text, f"memory ran out, and its process ended ({cause}){tail}")
@@ -191,6 +190,20 @@ class Worker:
         with self._ending:
             self._process.join(_STOP_SECONDS)
         self.kill()
+
+
+def _explain_kill(kernel_kills_before: int | None, kernel_kills: int | None, tail: str) -> StepKilled:
+    if kernel_kills is not None and kernel_kills == kernel_kills_before:
+        return StepKilled(
+            "its process was killed (SIGKILL), and not by the kernel, which killed none for lack of memory" + tail,
+            "find out who or what kills processes here; `resume` does what is missing",
+        )
+    known = kernel_kills is not None and kernel_kills_before is not None
+    by_kernel = "the kernel killed its process" if known else "its process was killed, most likely by the kernel"
+    return KilledForMemory(
+        f"{by_kernel} because memory ran out{tail}",
+        "give it more memory, a smaller batch or fewer --jobs; `resume` does what is missing",
+    )
 
 
 def _wait_for_server_to_end() -> None:

@@ -52,7 +52,9 @@ from enginesmith.pipeline.workflows.earlier_races import EarlierRaces
 from enginesmith.pipeline.workflows.earlier_searches import EarlierSearches
 from enginesmith.pipeline.workflows.request import (
     RunRequest,
+    has_all_results,
     is_finished,
+    list_machine_changes,
     list_dropped,
     list_kept,
     read_earlier_search,
@@ -337,12 +339,17 @@ class OptimizeJob:
     def _result(self, request: RunRequest) -> RunResult:
         active = self._active.get(request.name)
         if active is None:
-            return RunResult(None, self._errors[request.name])
+            error = self._errors[request.name]
+            if (request.out / "run.json").exists():
+                _say_kept(error, request.out)
+            return RunResult(None, error)
         run, outcomes = active.directory.write(), active.outcomes
         reused = sum(outcome.cached or step in active.shared for step, outcome in outcomes.items())
         again = self._settings.resume_command(request.fleet or request.out)
         error = _why_unusable(run, outcomes, again, self._settings.time_limit_seconds)
-        if error is None and active.directory.losses:
+        if error is not None and active.directory.losses:
+            _say_kept(error, request.out)
+        elif active.directory.losses:
             remedy = (
                 f"see its folder logs; {'another --out' if request.fleet else '`optimize --replace`'} begins a new one"
             )
@@ -351,6 +358,13 @@ class OptimizeJob:
             losses = "; ".join(active.directory.losses)
             error = ModelError(f"{request.out} keeps the results that it has: this time {losses}", remedy)
         return RunResult(run, error, len(outcomes), reused)
+
+
+def _say_kept(error: EnginesmithError, out: Path) -> None:
+    """Say below an error that a run directory still has the results of an earlier run, which a script may read."""
+    kept = f"{out} keeps the results of its earlier run"
+    if kept not in error.remedy:
+        error.remedy = f"{error.remedy}; {kept}" if error.remedy else kept
 
 
 class _Limits(NamedTuple):
@@ -494,16 +508,18 @@ NOTHING_LEFT = (
     "--no-cache does every step again"
 )
 """Said by ``resume`` of a finished folder."""
+DONE_AGAIN = "{} is finished, but not for this machine: what depends on it is done again (then and now: {})"
+"""Said by ``resume`` of a folder that was finished on a machine of another kind, or with other versions."""
 
 
 def resume(
     out: str | os.PathLike[str],
     settings: Settings | None = None,
-    on_finished: Callable[[str], object] = lambda _: None,
+    on_note: Callable[[str], object] = lambda _: None,
 ) -> Run:
     """Resume a run directory: carry out the steps that are missing; of a finished run, write reports that are missing.
 
-    ``on_finished`` is told where nothing is left to do.
+    ``on_note`` is told where nothing is left to do, and where a finished run is done again on another machine.
 
     Raises:
         UsageError: there is no run there. Errors as in :func:`optimize` besides.
@@ -512,10 +528,12 @@ def resume(
     before, begun = runs.read(out), Path(out).absolute()
     if (settings is None or settings.reuse) and is_finished(before, begun):
         files.write_outdated(begun)
-        on_finished(NOTHING_LEFT.format(begun))
+        on_note(NOTHING_LEFT.format(begun))
         if error := _why_unusable(before, {}, ""):
             raise error
         return before
+    if has_all_results(before, begun) and (changes := list_machine_changes(before, environment())):
+        on_note(DONE_AGAIN.format(begun, "; ".join(map(str, changes))))
     before = runs.read(out, to_go_on=True)
     require_device_of(before, begun)
     with work_where_begun(before):

@@ -13,7 +13,7 @@ from enginesmith.pipeline.recipe import Recipe
 from enginesmith.pipeline.recipe.fleet import Place
 from enginesmith.pipeline.recipe.recipe import LEAST_SECONDS
 from enginesmith.pipeline.results import run as runs
-from enginesmith.pipeline.results.differences import compare_devices
+from enginesmith.pipeline.results.differences import Changed, compare_devices, compare_packages
 from enginesmith.pipeline.results.run import Run, Workaround, remove_workarounds
 from enginesmith.pipeline.system.machine import Environment
 
@@ -109,7 +109,7 @@ def list_dropped(run: Run, machine: Environment) -> list[RaceRow]:
 
     There are none where that may have been for a variant that has failed since.
     """
-    if not is_of_machine(run, machine) or runs.needs_another_race(run):
+    if list_machine_changes(run, machine) or runs.needs_another_race(run):
         return []
     return [row for record in run.requested for row in record.race if row.dropped and row.engine_sha256]
 
@@ -122,15 +122,18 @@ def read_earlier_search(request: RunRequest) -> Run | None:
     return run if run.recipe == request.recipe else None
 
 
-def is_of_machine(run: Run, machine: Environment) -> bool:
-    """Tell whether a run was made on a machine like this one, with the same versions of all packages."""
+def list_machine_changes(run: Run, machine: Environment) -> tuple[Changed, ...]:
+    """List how a machine and its packages differ from those that a run was made with, as far as results depend on it.
+
+    It is empty where that machine would find the same.
+    """
     here = run.model_copy(update={"environment": machine.model_dump(mode="json")})
-    return not compare_devices(run, here) and run.environment.get("packages") == here.environment["packages"]
+    return (*compare_devices(run, here), *compare_packages(run, here))
 
 
 def is_finished(run: Run, folder: Path) -> bool:
     """Tell whether nothing is left to do on this machine, with its versions."""
-    return is_of_machine(run, environment()) and has_all_results(run, folder)
+    return not list_machine_changes(run, environment()) and has_all_results(run, folder)
 
 
 def has_all_results(run: Run, folder: Path) -> bool:

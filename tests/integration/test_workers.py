@@ -26,7 +26,7 @@ from enginesmith.pipeline.errors import (
     StepTimeout,
 )
 from enginesmith.pipeline.frameworks.source import resolve
-from enginesmith.pipeline.system import worker
+from enginesmith.pipeline.system import oom, worker
 from enginesmith.pipeline.tasks.base import Done, execute
 from enginesmith.pipeline.tasks.load import Load
 
@@ -52,7 +52,7 @@ def test_a_killed_fork_server_is_no_interruption(tmp_path: Path) -> None:
 import os, signal, threading
 from pathlib import Path
 from enginesmith.pipeline.errors import StepKilled
-from enginesmith.pipeline.system import worker
+from enginesmith.pipeline.system import oom, worker
 run = lambda: worker.run(callable, log=Path("log"))
 print(run())
 server = worker._server._forkserver_pid
@@ -77,7 +77,7 @@ def test_processes_of_the_users_code_are_begun_as_python_begins_them(tmp_path: P
     script = """
 import multiprocessing
 from pathlib import Path
-from enginesmith.pipeline.system import worker
+from enginesmith.pipeline.system import oom, worker
 import starts
 print(multiprocessing.get_start_method(), worker.run(starts.ask, log=Path("log")))
 """
@@ -142,9 +142,22 @@ def test_an_allocation_that_nothing_caught_is_lack_of_memory(tmp_path: Path) -> 
         load("uncaught", tmp_path)
 
 
-def test_a_killed_worker_is_taken_for_lack_of_memory(tmp_path: Path) -> None:
-    with pytest.raises(StepOutOfMemory, match="killed"):
+@pytest.mark.parametrize(
+    ("kills", "for_memory", "words"),
+    [
+        ((3, 3), False, "not by the kernel"),
+        ((3, 4), True, "the kernel killed its process because memory ran out"),
+        ((None, None), True, "most likely by the kernel"),
+    ],
+)
+def test_a_killed_worker_lacked_memory_unless_the_kernel_killed_none(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kills: tuple[int | None, ...], for_memory: bool, words: str
+) -> None:
+    counts = iter(kills)
+    monkeypatch.setattr(oom, "count_kernel_kills", lambda: next(counts))
+    with pytest.raises(StepKilled, match=words) as caught:
         load("killed", tmp_path)
+    assert isinstance(caught.value, StepOutOfMemory) == for_memory
 
 
 def test_a_worker_that_is_closed_removes_what_it_unpacked(tmp_path: Path) -> None:
@@ -220,7 +233,7 @@ def test_output_goes_to_the_log(tmp_path: Path, capfd: pytest.CaptureFixture[str
 def test_workers_die_with_a_parent_that_is_killed(tmp_path: Path) -> None:
     script = f"""
 from pathlib import Path
-from enginesmith.pipeline.system import worker
+from enginesmith.pipeline.system import oom, worker
 from enginesmith.pipeline.frameworks.source import resolve
 from enginesmith.pipeline.tasks.base import execute
 from enginesmith.pipeline.tasks.load import Load

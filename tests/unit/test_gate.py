@@ -512,7 +512,7 @@ def test_a_disk_that_is_full_at_any_file_of_a_baseline_is_told_as_such(
             messages.append(str(error))
     assert len(messages) > 5
     command = "`enginesmith cache prune --local --max-size 5GiB`, with --store if you gave one"
-    remedy = f"free some space ({command}) or choose another disk"
+    remedy = f"free some space (if the store is on that disk: {command}) or choose another disk"
     assert set(messages) == {f"the baseline {target}: no space left on device\n  → {remedy}"}
 
 

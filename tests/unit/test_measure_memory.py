@@ -338,10 +338,7 @@ class TestRunHeld:
             said: str = "",
             gap: int | None = None,
             limit: int | None = LIMIT,
-            killed: int = 0,
         ) -> Any:
-            kills = iter((0, killed))
-            monkeypatch.setattr(limits, "killed_by_kernel", lambda: next(kills))
             log = tmp_path / "session.log"
             log.write_text("std::bad_alloc, of an earlier process\n")
 
@@ -366,10 +363,6 @@ class TestRunHeld:
         found = held(StepOutOfMemory("tried", asked_bytes=9, free_bytes=1))
         assert (found.message, found.asked_bytes, found.free_bytes, found.limit_bytes) == ("tried", 9, 1, LIMIT)
         assert found.given_back
-
-    def test_a_kill_by_the_kernel_is_named(self, held: Callable[..., Any]) -> None:
-        assert "the kernel killed" in held(StepOutOfMemory("killed"), killed=1).message
-        assert held(StepOutOfMemory("killed")).message == "killed"
 
     @pytest.mark.parametrize(
         ("said", "gap", "words"),

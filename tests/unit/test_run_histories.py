@@ -29,7 +29,7 @@ import faults
 from enginesmith import cli
 from enginesmith.pipeline.artifact import Artifact, Effect, has_files
 from enginesmith.pipeline.engines import environment
-from enginesmith.pipeline.errors import EnginesmithError, ModelError, UsageError, storage_errors
+from enginesmith.pipeline.errors import EnginesmithError, ModelError, SourceError, UsageError, storage_errors
 from enginesmith.pipeline.execution.executor import Executor, Result, StepCache, StepRequest
 from enginesmith.pipeline.execution.local import LocalExecutor
 from enginesmith.pipeline.execution.settings import Settings
@@ -44,6 +44,7 @@ from enginesmith.pipeline.tasks.base import RECORDS, Done, write_records
 from enginesmith.pipeline.tasks.measure import ENVIRONMENT, Latency, this_machine
 from enginesmith.pipeline.tensors import Signature, TensorSpec
 from enginesmith.pipeline.workflows import optimize as workflow
+from enginesmith.pipeline.workflows import request
 from lying_storage import LyingFileSystem
 
 MACHINES = ("one", "two")
@@ -548,6 +549,34 @@ def test_a_step_that_fails_again_is_an_error_and_what_was_there_stays(tmp_path: 
         workflow.resume(world.out, CheapSettings(store=world.folder / "store", reuse=False, jobs=1))
     assert "quality-onnxruntime-fp32 failed" in str(caught.value)
     assert (world.out / "run.json").read_bytes() == before
+
+
+def test_a_model_that_loads_no_more_is_an_error_that_says_what_the_folder_still_has(tmp_path: Path) -> None:
+    """A script that goes on to `gate` would judge the earlier run."""
+    world = World(tmp_path)
+    carry_out(world, "optimize", None)
+    world.fault = ("fail", "load")
+    with pytest.raises(EnginesmithError, match=r"keeps the results of its earlier run$"):
+        workflow.resume(world.out, CheapSettings(store=world.folder / "store", reuse=False, jobs=1))
+    recipe = runs.read(world.out).recipe.model_copy(update={"model": "gone.onnx"})
+    with pytest.raises(SourceError, match=r"keeps the results of its earlier run$"):
+        workflow.optimize(recipe, world.out, CheapSettings(store=world.folder / "store", jobs=1))
+
+
+def test_a_finished_run_is_done_again_on_another_machine_and_told_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    world, notes = World(tmp_path), list[str]()
+    carry_out(world, "optimize", None)
+    settings = CheapSettings(store=world.folder / "store", jobs=1)
+    workflow.resume(world.out, settings, notes.append)
+    assert len(notes) == 1 and "nothing is left to do" in notes[0]
+    here = environment()
+    other = here.model_copy(update={"usable_cores": here.usable_cores + 1})
+    for module in (workflow, request):
+        monkeypatch.setattr(module, "environment", lambda: other)
+    workflow.resume(world.out, settings, notes.append)
+    assert f"usable_cores: {here.usable_cores} and {other.usable_cores}" in notes[1]
 
 
 @pytest.mark.thorough

@@ -19,7 +19,7 @@ from enginesmith.pipeline.engines import cuda_allocator
 from enginesmith.pipeline.engines.base import Candidate
 from enginesmith.pipeline.errors import StepCrashed, StepError, StepOutOfMemory
 from enginesmith.pipeline.measure.memory import usage
-from enginesmith.pipeline.measure.memory.usage import killed_by_kernel, used_bytes
+from enginesmith.pipeline.measure.memory.usage import used_bytes
 from enginesmith.pipeline.measure.rows import OutOfMemory
 from enginesmith.pipeline.system import oom
 from enginesmith.pipeline.system.cpu import free_bytes, text
@@ -244,7 +244,7 @@ def run_limited(
         EnginesmithError: anything else that ended it.
     """
     run(_nothing, log=log)  # where workers have no server yet, it starts with this one, and takes memory that it keeps
-    before, kills = used_bytes(device)[0], killed_by_kernel()
+    before = used_bytes(device)[0]
     said_before = log.stat().st_size if log.is_file() else 0
     monitor = HeadroomMonitor()
     try:
@@ -257,9 +257,7 @@ def run_limited(
             timeout_seconds=timeout_seconds,
         )
     except StepOutOfMemory as error:
-        cause, now = error, killed_by_kernel()
-        if kills is not None and now is not None and now > kills:
-            cause = StepOutOfMemory(f"the kernel killed a process for lack of memory: {error.message}", error.remedy)
+        cause = error
     except StepCrashed as error:
         monitor.stop()
         if limit_bytes is None:

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Self
 
 from enginesmith.pipeline.errors import MissingCapability
-from enginesmith.pipeline.system.cpu import fields, kibibytes, memory_limit, numbers, text
+from enginesmith.pipeline.system.cpu import fields, kibibytes, memory_limit, text
 from enginesmith.pipeline.system.device import Device
 
 _GROUP = 2
@@ -71,11 +71,6 @@ def read_own_bytes(device: Device, process: int) -> tuple[int | None, str]:
         return nvidia.nvml().process_bytes(device.index, process)
     except MissingCapability as error:
         return None, str(error)
-
-
-def killed_by_kernel() -> int | None:
-    """Count the processes that the kernel has killed for lack of memory since the machine started; None if untold."""
-    return numbers(Path("/proc/vmstat")).get("oom_kill")
 
 
 def _sum_process_group(group: int) -> int:
