@@ -295,7 +295,9 @@ def explain_errno(error: OSError, place: str, choose: str = "choose", store: Pat
         return StoreError(f"{place}: a file is where a folder has to be", "choose another place")
     remedy = "check the path and its rights"
     if error.errno in (errno.ENOSPC, errno.EDQUOT):
-        prune = f"`enginesmith cache prune {f'--store {shlex.quote(str(store))}' if store else '--local'} --max-size 5GiB`"
+        prune = (
+            f"`enginesmith cache prune {f'--store {shlex.quote(str(store))}' if store else '--local'} --max-size 5GiB`"
+        )
         how = prune if store else f"if the store is on that disk: {prune}, with --store if you gave one"
         remedy = f"free some space ({how}) or choose another disk"
     elif error.errno in (errno.EACCES, errno.EPERM, errno.EROFS):

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
+from enginesmith.pipeline.errors import UsageError
 from enginesmith.pipeline.execution.events import Listener
 from enginesmith.pipeline.execution.executor import Executor
 from enginesmith.pipeline.execution.local import LocalExecutor
@@ -26,6 +27,12 @@ class Settings:
     executor: Literal["local", "ray"] = "local"
     ray_address: str | None = None
     """Address of the cluster; None for the one that this machine is a node of."""
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.jobs, int) or self.jobs < 1:
+            raise UsageError(
+                f"jobs: must be a whole number from 1 (given: {self.jobs!r})", "leave it out for the default"
+            )
 
     def open_store(self) -> Store:
         return Store(self.store, reuse=self.reuse)

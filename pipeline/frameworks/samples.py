@@ -16,7 +16,7 @@ import numpy as np
 from pydantic import BaseModel
 
 from enginesmith.calibration.dataset import Dataset, Drawing, synthetic
-from enginesmith.pipeline.errors import DataError, SignatureError, UsageError
+from enginesmith.pipeline.errors import DataError, ModelError, SignatureError, UsageError
 from enginesmith.pipeline.frameworks.fidelity import MOST_ROUNDING
 from enginesmith.pipeline.tensors import (
     BATCH,
@@ -457,7 +457,10 @@ def read_vector(file: Path) -> Vector:
 
     Raises:
         UsageError: an earlier version wrote it, which did not record what rounding makes of numbers.
+        ModelError: it is not there any more.
     """
+    if not file.is_file():
+        raise ModelError(f"the test vector {file} is not there any more", "optimize the model again")
     arrays: dict[str, dict[str, Any]] = {kind: {} for kind in _KINDS}
     with np.load(file, allow_pickle=False) as stored:
         for key in stored.files:

@@ -208,6 +208,7 @@ def load_task(recipe: Recipe, source: Source, *, exact: bool = True) -> Task:
         seed=recipe.seed,
         allow_pickle=recipe.allow_pickle,
         processing=recipe.processing,
+        widen=recipe.where.kind == "cpu",
         **_choose_example(recipe, source),
     )
 

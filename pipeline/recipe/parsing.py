@@ -44,7 +44,7 @@ _IN_PYTHON_WORDS = re.compile(r"^Value error, |^Input should|tuple|dictionary or
 
 
 def make(values: dict[str, Any], options: Mapping[str, Any] | None = None, *, listed: bool = False) -> Recipe:
-    """Make a recipe from plain values, sizes and durations as text included.
+    """Make a recipe from plain values, sizes and durations as text included; paths may be those of pathlib.
 
     ``options`` are those of the values that come from options of the command line: errors name the option. Where no
     variants are listed, they are found, unless the recipe is for what takes those that are ``listed`` or the default.
@@ -52,6 +52,11 @@ def make(values: dict[str, Any], options: Mapping[str, Any] | None = None, *, li
     Raises:
         UsageError: a key or a value that does not belong there; a field that has no effect, or lacks what it needs.
     """
+    if not isinstance(values, Mapping):
+        raise UsageError(
+            f"the recipe: must be a mapping of its fields (given: {values!r})", "{'model': …} is the least"
+        )
+    values = _convert_paths(values)
     recipe = parsed(values, options)
     if not listed:
         recipe = parsed(fill_variants(values, recipe), options)
@@ -80,6 +85,15 @@ def parsed(values: dict[str, Any], options: Mapping[str, Any] | None = None) -> 
     except UsageError as error:
         raise type(error)(f"{_name_place([field], options or {})}: {error.message}", error.remedy) from error
     return recipe
+
+
+def _convert_paths(values: Any) -> Any:
+    """Replace paths by their text, at any depth."""
+    if isinstance(values, Mapping):
+        return {key: _convert_paths(value) for key, value in values.items()}
+    if isinstance(values, list | tuple):
+        return [_convert_paths(value) for value in values]
+    return os.fspath(values) if isinstance(values, os.PathLike) else values
 
 
 def _check_encoding(values: Any, options: Mapping[str, Any], place: tuple[str, ...] = ()) -> None:
@@ -316,7 +330,7 @@ def read(path: Path, what: str = "recipe", remedy: str = "start from `enginesmit
             reason = f"{error.problem} in line {error.problem_mark.line + 1}"
         raise UsageError(f"the {what} {path} is not YAML: {reason}", remedy) from error
     if not isinstance(values, dict):
-        raise UsageError(f"the {what} {path} is no mapping of names to values", remedy)
+        raise UsageError(f"the {what} {path} is no YAML mapping of names to values", remedy)
     return values
 
 

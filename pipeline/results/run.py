@@ -541,6 +541,8 @@ def read(folder: str | os.PathLike[str], *, to_go_on: bool = False) -> Run:
     """
     folder = Path(folder)
     path = folder / "run.json" if folder.is_dir() else folder
+    if path.is_file() and path.suffix != ".json":
+        raise UsageError(f"{path} is no run", "give a folder that optimize wrote, or its run.json")
     most = documents.MOST_NAMED
 
     def explain(error: OSError) -> UsageError:

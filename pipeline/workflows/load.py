@@ -386,8 +386,9 @@ def _to_arrays(values: Sequence[Any], specs: Sequence[TensorSpec]) -> tuple[list
         if torch.is_grad_enabled() and any(value.requires_grad for value in values):
             raise UsageError("an engine has no gradients", "call it in `with torch.inference_mode():`") from None
     try:
-        arrays = [value.numpy(force=True) for value in values]
-    except (TypeError, RuntimeError) as error:  # bfloat16, sparse
+        as_floats = [value.float() if value.dtype == torch.bfloat16 else value for value in values]  # exact
+        arrays = [value.numpy(force=True) for value in as_floats]
+    except (TypeError, RuntimeError) as error:  # sparse
         given = ", ".join(f"{spec.name} in {spec.dtype}" for spec in specs)
         message = f"an input cannot be fed to an engine: {error}"
         raise SignatureError(message, f"give dense tensors of the model's dtypes: {given}") from error

@@ -54,9 +54,9 @@ from enginesmith.pipeline.workflows.request import (
     RunRequest,
     has_all_results,
     is_finished,
-    list_machine_changes,
     list_dropped,
     list_kept,
+    list_machine_changes,
     read_earlier_search,
     request_again,
     restore_workarounds,
@@ -339,10 +339,9 @@ class OptimizeJob:
     def _result(self, request: RunRequest) -> RunResult:
         active = self._active.get(request.name)
         if active is None:
-            error = self._errors[request.name]
             if (request.out / "run.json").exists():
-                _say_kept(error, request.out)
-            return RunResult(None, error)
+                _say_kept(self._errors[request.name], request.out)
+            return RunResult(None, self._errors[request.name])
         run, outcomes = active.directory.write(), active.outcomes
         reused = sum(outcome.cached or step in active.shared for step, outcome in outcomes.items())
         again = self._settings.resume_command(request.fleet or request.out)
@@ -494,6 +493,8 @@ def optimize(
         UsageError: the folder holds another run, or another process is at work in it.
         EnginesmithError: no usable variant came out; the run directory says why for each.
     """
+    if not isinstance(recipe, Recipe):
+        raise UsageError(f"recipe: a Recipe is needed (given: {recipe!r})", "make it: make_recipe({'model': …})")
     folder = Path(out)
     request = RunRequest(folder.name, recipe, folder, source=source, replace=replace)
     (finished,) = optimize_all([request], settings or Settings()).values()

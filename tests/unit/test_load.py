@@ -1,6 +1,7 @@
 """Engines called from Python: what is opened and refused, the forms of calls, many threads, a place among modules."""
 
 import copy
+import dataclasses
 import gc
 import inspect
 import os
@@ -109,7 +110,7 @@ def test_a_call_is_answered_in_the_form_and_kind_of_the_module(opened: Load, out
     assert torch.equal(unpack(model(*tensors))[0], tensors[0] * 2)
 
 
-_BFLOAT16 = r"BFloat16\n.*give dense tensors of the model's dtypes: x in float32, scale in float32"
+_SPARSE = r"\n.*give dense tensors of the model's dtypes: x in float32, scale in float32"
 
 
 @pytest.mark.parametrize(
@@ -125,7 +126,7 @@ _BFLOAT16 = r"BFloat16\n.*give dense tensors of the model's dtypes: x in float32
         ((X, [[2.0]]), SignatureError, "ndarray, list"),
         (({"x": X, "scale": SCALE},), SignatureError, r"with a mapping\n.*unpack the mapping: model\(\*\*inputs\)"),
         ((torch.from_numpy(X), SCALE), SignatureError, "Tensor, ndarray"),
-        ((torch.from_numpy(X).bfloat16(), torch.from_numpy(SCALE)), SignatureError, _BFLOAT16),
+        ((torch.from_numpy(X).to_sparse(), torch.from_numpy(SCALE)), SignatureError, _SPARSE),
         ((torch.nn.Parameter(torch.from_numpy(X)), torch.from_numpy(SCALE)), UsageError, "gradients"),
     ],
 )
@@ -524,6 +525,21 @@ def test_a_wrong_answer_to_the_test_vector_is_told(opened: Load, tmp_path: Path)
     np.savez(tmp_path / "vector.npz", **{"input:x": X, "input:scale": SCALE, "output:y": X, "unstable:y": marks})
     with pytest.raises(UsageError, match=r"vector\.npz is of an earlier version: .* in the output 'y'"):
         opened("y").check()
+
+
+def test_tensors_in_bfloat16_are_fed_in_float32_which_holds_them(opened: Load) -> None:
+    with opened("y") as model:
+        answer = model(torch.from_numpy(X).bfloat16(), torch.from_numpy(SCALE))
+    assert np.array_equal(answer, X * 2)
+
+
+def test_a_test_vector_that_is_gone_and_an_original_that_is_no_module_are_told(opened: Load, tmp_path: Path) -> None:
+    model = opened("y")
+    model._stored = dataclasses.replace(model._stored, vector=tmp_path / "gone.npz")
+    with pytest.raises(ModelError, match=r"gone\.npz is not there"):
+        model.check()
+    with pytest.raises(UsageError, match=r"eager: must be a torch module \(given: 3\)"):
+        model.as_module(3)  # type: ignore[arg-type]
 
 
 def test_a_module_of_an_engine_is_pickled_and_not_compiled_again() -> None:

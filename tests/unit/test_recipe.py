@@ -1,5 +1,6 @@
 """Recipes: defaults, YAML in and out, and what is said about mistakes."""
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ from enginesmith.pipeline.engines import ENGINES, engine_class
 from enginesmith.pipeline.engines.base import Engine
 from enginesmith.pipeline.errors import MissingCapability, UsageError
 from enginesmith.pipeline.execution.events import Event
+from enginesmith.pipeline.execution.settings import Settings
 from enginesmith.pipeline.planning.planner import first_steps
 from enginesmith.pipeline.planning.variants import resolve_recipe
 from enginesmith.pipeline.recipe import Recipe, commented, make, parsed, read
@@ -22,6 +24,8 @@ from enginesmith.pipeline.system import nvidia
 from enginesmith.pipeline.system.device import Availability, Device
 from enginesmith.pipeline.system.nvidia import CudaDevice, Driver
 from enginesmith.pipeline.workflows.device import begin_on, require_device_of
+from enginesmith.pipeline.workflows.load import load
+from enginesmith.pipeline.workflows.optimize import optimize
 
 
 def test_what_init_writes_is_the_recipe_with_all_its_defaults(tmp_path: Path) -> None:
@@ -40,6 +44,22 @@ def test_every_field_is_explained() -> None:
     assert len(named) == len(LISTS) - 1
     assert (len(keys) + len(named)) * 2 == len(lines)
     assert all(len(line.lstrip("# ")) > 10 for line in lines if line.lstrip().startswith("#") and line not in named)
+
+
+def test_python_values_are_those_of_a_file_or_are_refused(tmp_path: Path) -> None:
+    """Paths may be those of pathlib; arguments of another kind are errors of the kind that callers catch."""
+    np.savez(tmp_path / "data.npz", image=np.zeros((4, 1, 8, 8), np.float32))
+    recipe = make({"model": Path("digits"), "data": tmp_path / "data.npz"})
+    assert (recipe.model, recipe.data) == ("digits", str(tmp_path / "data.npz"))
+    mistakes: dict[str, Callable[[], object]] = {
+        "the recipe: must be a mapping": lambda: make("digits"),  # type: ignore[arg-type]
+        "recipe: a Recipe is needed": lambda: optimize({"model": "digits"}, tmp_path / "out"),  # type: ignore[arg-type]
+        "jobs: must be a whole number from 1": lambda: Settings(jobs=0),
+        r"data\.npz is no run": lambda: load(tmp_path / "data.npz"),
+    }
+    for words, mistake in mistakes.items():
+        with pytest.raises(UsageError, match=words):
+            mistake()
 
 
 def test_sizes_and_durations_may_be_text() -> None:

@@ -570,7 +570,8 @@ def test_a_finished_run_is_done_again_on_another_machine_and_told_so(
     carry_out(world, "optimize", None)
     settings = CheapSettings(store=world.folder / "store", jobs=1)
     workflow.resume(world.out, settings, notes.append)
-    assert len(notes) == 1 and "nothing is left to do" in notes[0]
+    assert len(notes) == 1
+    assert "nothing is left to do" in notes[0]
     here = environment()
     other = here.model_copy(update={"usable_cores": here.usable_cores + 1})
     for module in (workflow, request):

@@ -119,6 +119,47 @@ def round_trip(
     return loaded.module(x)[0], again.module(x)[0]
 
 
+BFLOAT16 = """
+import torch
+from torch import nn
+
+class Cast(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = nn.Linear(4, 4), nn.Linear(4, 4)
+        self.second.weight = self.first.weight
+        self.register_buffer("scale", torch.tensor(0.1, dtype=torch.float64))
+
+    def forward(self, x):
+        return self.second(self.first(x{cast})).float() * self.scale
+
+def build():
+    net = Cast()
+    for name in ("first", "second"):
+        getattr(net, name).bfloat16()
+    return net, torch.randn(2, 4){example}
+"""
+
+
+@pytest.mark.parametrize(("cast", "dtype"), [("", torch.float32), (".to(torch.bfloat16)", torch.bfloat16)])
+def test_a_module_in_bfloat16_is_taken_in_float32_where_its_code_allows(
+    tmp_path: Path, cast: str, dtype: torch.dtype
+) -> None:
+    """Weights are held exactly and stay shared, and other types stay; else all stays as it was."""
+    file = tmp_path / f"net_{tmp_path.name}.py"
+    file.write_text(BFLOAT16.format(cast=cast, example="" if cast else ".bfloat16()"))
+    source = resolve(f"{file}:build")
+    loaded = torch_model.load(source, LoadOptions(widen=True))
+    own = saved.named_tensors(loaded.module.model)
+    assert loaded.widened == (dtype == torch.float32) == any("bfloat16" in note for note in loaded.notes)
+    assert (own["first.weight"].dtype, own["scale"].dtype) == (dtype, torch.float64)
+    assert own["first.weight"].data_ptr() == own["second.weight"].data_ptr()
+    assert torch.equal(own["first.weight"], own["first.weight"].bfloat16())
+    saved.save(loaded, source, LoadOptions(widen=True), tmp_path)
+    again = saved.load_artifact(Artifact(kind="torch", path=tmp_path / saved.RECORD, sha256="", bytes=0))
+    assert torch.equal(again.module(*again.example.values())[0], loaded.answers[0])
+
+
 @pytest.mark.parametrize(
     "places",
     [

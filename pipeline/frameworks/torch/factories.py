@@ -34,6 +34,10 @@ _TRAINING_MODE = (
     "the module was in training mode; it is measured in evaluation mode, where dropout is off and batch norms use their"
     " running statistics"
 )
+_WIDENED = (
+    "its weights are in bfloat16, which engines do not compute in on the CPU: it is taken in float32, which holds them "
+    "exactly, and so is eager, which it is compared with"
+)
 REMEDY = "it has to work in plain Python first; the whole trace is in the step's log"
 
 
@@ -55,6 +59,8 @@ class Built:
     class_names: tuple[str, ...] = ()
     """Names of the classes that the model tells apart, by number, where it has some."""
     attributes: Attributes = UNKNOWN
+    widened: bool = False
+    """True where its weights were in bfloat16 and are in float32 now."""
     origin: str = "its example inputs"
     """Name of the example in messages."""
     remedy: str = ""
@@ -81,6 +87,21 @@ def build(source: Source) -> Built:
     built.module.requires_grad_(False)
     attributes = digest_attributes(built.module, file_tracking.list_user_globals())
     return dataclasses.replace(built, frozen=frozen, attributes=attributes)
+
+
+def widen(built: Built) -> Built:
+    """Turn weights in bfloat16, and examples, into float32; other types stay, and so does a captured program."""
+
+    def convert(value: Any) -> Any:
+        return value.float() if isinstance(value, Tensor) and value.dtype == torch.bfloat16 else value
+
+    module = built.module
+    dtypes = {value.dtype for value in (*module.parameters(), *module.buffers())}
+    if torch.bfloat16 not in dtypes or isinstance(module, torch.fx.GraphModule):
+        return built
+    module._apply(convert)  # as Module.float does, which would turn float64 and float16, too  # type: ignore[no-untyped-call]
+    example = _pytree.tree_map(convert, built.example)
+    return dataclasses.replace(built, example=example, widened=True, notes=(*built.notes, _WIDENED))
 
 
 def _list_frozen(module: nn.Module) -> tuple[str, ...]:

@@ -67,6 +67,8 @@ class LoadOptions(BaseModel, frozen=True):
     allow_pickle: bool = False
     processing: ProcessingRequest = ProcessingRequest()
     """Computation before and after the model; ``inputs`` are then the raw ones."""
+    widen: bool = False
+    """Take a module in bfloat16 in float32."""
     sizes: dict[str, int] = Field({}, exclude=True)
     """Usual sizes of dynamic dimensions, with which inputs are drawn. No part of records, which have what was drawn."""
 
@@ -126,6 +128,8 @@ class LoadedModel:
     """Digest of what the module holds beside tensors, where it was just loaded."""
     class_names: tuple[str, ...] = ()
     """Names of the classes by number, where it was just loaded and has some."""
+    widened: bool = False
+    """True where it was just loaded, in bfloat16, and is in float32 now."""
 
     @property
     def dynamic_sizes(self) -> dict[str, int]:
@@ -182,6 +186,7 @@ def load(source: Source, options: LoadOptions, read_rows: RowReader | None = Non
         if source.form in ("file", "module"):
             building.variables.add("PYTHONPATH")  # another module of the same name may come first
         built = factories.build(source)
+        built = factories.widen(built) if options.widen else built
         if source.form == "hf" and not options.inputs:
             built = factories.fix_lengths(built)
     rows: Feeds = {}
@@ -193,10 +198,15 @@ def load(source: Source, options: LoadOptions, read_rows: RowReader | None = Non
         built = choice.built if choice else built
         example = {name: torch.from_numpy(value) for name, value in rows.items()}
         built = dataclasses.replace(built, example=example, takes=(), origin="the first samples of the data")
-    with track_files(options.allow_pickle) as running:
-        loaded = _infer_signature(source, _describe_core(options, built), built)
-        if options.processing:
-            loaded = extend(loaded, options)
+    try:
+        with track_files(options.allow_pickle) as running:
+            loaded = _infer_signature(source, _describe_core(options, built), built)
+            if options.processing:
+                loaded = extend(loaded, options)
+    except SourceError:
+        if not built.widened:
+            raise
+        return load(source, options.model_copy(update={"widen": False}), read_rows)  # its code names bfloat16
     files = tuple(sorted(building.files | (running.files - {*read})))
     return dataclasses.replace(
         loaded,
@@ -204,6 +214,7 @@ def load(source: Source, options: LoadOptions, read_rows: RowReader | None = Non
         packages=list_packages()[0],
         attributes=built.attributes.digest,
         class_names=built.class_names,
+        widened=built.widened,
     )
 
 

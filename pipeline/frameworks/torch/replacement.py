@@ -39,7 +39,12 @@ class Replacement(nn.Module):
         """Put ``model`` in the place of ``eager``, the original, which is put into evaluation mode.
 
         ``device`` is the engine's, and ``inputs`` are the names of its inputs. ``names_outputs``: it answers by name.
+
+        Raises:
+            UsageError: ``eager`` is no module.
         """
+        if not isinstance(eager, nn.Module | None):
+            raise UsageError(f"eager: must be a torch module (given: {eager!r})", "give the original, or leave it out")
         super().__init__()
         place = str(device) if torch.cuda.is_available() else "cpu"
         self.model, self.original, self._place = model, eager, torch.empty(0, device=place)

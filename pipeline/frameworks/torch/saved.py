@@ -109,7 +109,7 @@ def save(loaded: LoadedModel, source: Source, options: LoadOptions, out: Path) -
     state, tied = _split_tied(named_tensors(loaded.module.model))
     record = _Record(
         model=source.text,
-        options=options,
+        options=options.model_copy(update={"widen": loaded.widened}),
         code=tuple(sorted((to_portable_path(str(path)), file_digest(path)) for path in loaded.files)),
         signature=loaded.signature,
         output_names=loaded.module.outputs,
@@ -300,6 +300,7 @@ def _build_around(state: Path, record: _Record) -> factories.Built:
     others = {read_held(module, "__file__") for module in list(sys.modules.values())}  # data may be code, too
     with drawing, track_files(record.options.allow_pickle, again=True) as tracker:
         built = factories.build(resolve(record.model))
+        built = factories.widen(built) if record.options.widen else built
         model = built.module
     _compare_files({path for path in tracker.files if str(path) not in others}, record)
     try:
