@@ -99,7 +99,8 @@ def widen(built: Built) -> Built:
     dtypes = {value.dtype for value in (*module.parameters(), *module.buffers())}
     if torch.bfloat16 not in dtypes or isinstance(module, torch.fx.GraphModule):
         return built
-    module._apply(convert)  # as Module.float does, which would turn float64 and float16, too  # type: ignore[no-untyped-call]
+    # as Module.float does, which would turn float64 and float16, too
+    module._apply(convert)  # type: ignore[no-untyped-call]
     example = _pytree.tree_map(convert, built.example)
     return dataclasses.replace(built, example=example, widened=True, notes=(*built.notes, _WIDENED))
 
