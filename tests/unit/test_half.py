@@ -116,6 +116,14 @@ def test_a_graph_that_the_cpu_has_no_kernels_for_is_named_with_its_type(tmp_path
     assert "module.float()" in caught.value.remedy
 
 
+def test_an_operator_without_a_kernel_in_float64_is_told_with_a_remedy(tmp_path: Path) -> None:
+    model = parsed("(double[N,1,4,4] x) => (double[N,1,2,2] y) { y = Conv(x, w) }", w=np.ones((1, 1, 3, 3)))
+    artifact = Artifact(kind="onnx", path=saved(model, tmp_path), sha256="", bytes=0)
+    with pytest.raises(InvalidGraph, match="no kernels on the CPU for all of the float64") as caught:
+        OnnxRuntime.as_given().load(artifact, Device())
+    assert "module.float()" in caught.value.remedy
+
+
 def test_one_cast_serves_all_readers(tmp_path: Path) -> None:
     """A normalized value that three products read is cast once; their sum goes up once."""
     text = """(float[N,8] x) => (float[N,8] y) {

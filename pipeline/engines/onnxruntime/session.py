@@ -238,6 +238,9 @@ def _load_error(error: Exception, path: Path) -> EnginesmithError:
             "take fp32 or int8 here, if the model itself is in float32; if not, export it in float32: module.float(), "
             "without autocast, and without casts to bfloat16 in the module's code, as in a library's"
         )
+    elif lacking and "float64" in model_file.summary(path).weight_dtypes:
+        verdict = f"has no kernels on the CPU for all of the float64 in which {file} computes{_find_module(path, text)}"
+        remedy = "make the model in float32: module.float(), with inputs in float32"
     elif lacking:
         verdict = f"has no kernel for what is in {file}"
         remedy = f"{_advise_older_opset(text)}take another precision or engine; or update onnxruntime"
