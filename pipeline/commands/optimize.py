@@ -15,7 +15,7 @@ _FLEET_SUFFIXES = (".yaml", ".yml")
 @parameters.model_argument
 @under(INPUTS, option("--recipe", "recipe_file", type=PATH, help="Recipe file; options override its fields."))
 @parameters.recipe_options()
-@under(WORK, option("--out", type=PATH, help="Run directory; default runs/MODEL-TIME."))
+@under(WORK, option("-o", "--out", type=PATH, help="Run directory; default runs/MODEL-TIME."))
 @under(WORK, option("--replace", is_flag=True, help="Move an earlier run in --out to OUT.1, OUT.2 …"), advanced=True)
 @parameters.without_limit
 @under(
