@@ -330,7 +330,7 @@ def read(path: Path, what: str = "recipe", remedy: str = "start from `enginesmit
             reason = f"{error.problem} in line {error.problem_mark.line + 1}"
         raise UsageError(f"the {what} {path} is not YAML: {reason}", remedy) from error
     if not isinstance(values, dict):
-        raise UsageError(f"the {what} {path} is no YAML mapping of names to values", remedy)
+        raise UsageError(f"the {what} {path} is no mapping of names to values in YAML", remedy)
     return values
 
 

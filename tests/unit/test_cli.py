@@ -196,7 +196,7 @@ def test_what_options_are_called_in_a_recipe_is_known() -> None:
     """Errors name options; those who have a fleet file are told the field, which is there."""
     whole = make({"model": "digits"}).model_dump()
     unknown = []
-    for option in (one.opts[0] for one in cli.main.commands["optimize"].params if isinstance(one, click.Option)):
+    for option in (one.opts[-1] for one in cli.main.commands["optimize"].params if isinstance(one, click.Option)):
         fields = fields_for(f"give {option}")
         for field in fields:
             inner = whole
