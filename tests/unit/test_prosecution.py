@@ -115,6 +115,35 @@ def test_outputs_are_driven_to_where_no_sample_brings_them(most: float, right_on
     assert found["without"] is None
 
 
+@pytest.mark.parametrize("undefined", [True, False])
+def test_inputs_that_are_driven_to_where_the_model_is_not_defined_are_not_judged(undefined: bool) -> None:
+    """The signs of the gradient make all rows of a matrix equal, so that rounding decides what its inverse is."""
+    sample = {"x": RNG.uniform(1, 2, (2, 8)).astype(np.float32)}
+    space = InputSpace(
+        Signature(inputs=(spec("x", "float32", 2, 8),), outputs=(spec("y", "float32", 2, 8),)), {}, [sample]
+    )
+
+    def answer(feeds: Feeds, where_equal: float) -> dict[str, Array]:
+        row = np.where(np.arange(8) < undefined, np.nan, where_equal)
+        equal = np.ptp(feeds["x"]) < 1e-3
+        return {"y": np.tile(row, (2, 1)).astype(np.float32) if equal else feeds["x"]}
+
+    search = InputSearch(
+        Subject(
+            space,
+            "fp32",
+            engine=lambda feeds: {"y": np.nan_to_num(answer(feeds, 1.5)["y"])},
+            model=lambda feeds: answer(feeds, 0.5),
+            differentiate=lambda feeds, changes: {"x": np.ones((2, 8), np.float32)},
+        ),
+        0,
+    )
+    driven = search._drive_output()
+    assert driven is not None
+    assert np.ptp(driven.feeds["x"]) == 0
+    assert (search.examine(driven) is None) == undefined
+
+
 def test_eager_computes_gradients_of_its_float_inputs() -> None:
     import torch
 

@@ -231,6 +231,8 @@ class InputSearch:
             expected = subject.model(attempt.feeds)
         except EnginesmithError:
             return None  # the model itself does not take it
+        if attempt.walk == _GRADIENTS and any(np.isnan(value).any() for value in expected.values()):
+            return None  # it was driven to where the model is not defined: to a matrix without an inverse, say
         answers: dict[str, Array] | None = None
         try:
             answers = subject.engine(attempt.feeds)
