@@ -393,19 +393,20 @@ def _openvino(file, engine):
     def run(feeds):
         values = [value.view(value.dtype.name) for value in feeds.values()]  # it knows int64, and not longlong
         for name, value in feeds.items():  # whole numbers are computed in 32 bits
-            if (
-                value.dtype.kind in "iu"
-                and value.dtype.itemsize > 2
-                and value.size
-                and not -(2**31) <= value.min() <= value.max() < 2**31
-            ):
+            wide = value.dtype.kind in "iu" and value.dtype.itemsize > 2 and value.size
+            if wide and not -(2**31) <= value.min() <= value.max() < 2**31:
                 raise ValueError(f"{name} has whole numbers that do not fit in the 32 bits that OpenVINO has for them")
         batch = values[places[0][0]].shape[places[0][1]] if fixed else None
         batch = batch if batch in fixed else None
         own.requests = requests = getattr(own, "requests", {})  # of this thread
-        if batch not in requests:
-            requests[batch] = compiled(batch).create_infer_request()
-        answers = requests[batch].infer(values, share_inputs=True)
+        model = compiled(batch)
+        if batch not in requests or requests[batch][0] is not model:
+            requests[batch] = model, model.create_infer_request()
+        try:
+            answers = requests[batch][1].infer(values, share_inputs=True)
+        except RuntimeError:  # OpenVINO keeps sizes of a call that failed: the next one needs another compiled model
+            known.pop(batch, None)
+            raise
         return dict(zip([spec["name"] for spec in engine["outputs"]], answers.to_tuple(), strict=True))
 
     return run
@@ -416,11 +417,8 @@ def _torch(file, engine):
     import torch
 
     known = set(flags.read_text(encoding="utf-8").split()) if flags.is_file() else {platform.processor()}
-    if (
-        here != options["torch"]
-        or platform.machine() != options["machine"]
-        or not known.issuperset(options["instructions"])
-    ):
+    alike = platform.machine() == options["machine"] and known.issuperset(options["instructions"])
+    if here != options["torch"] or not alike:
         needed = f"torch {options['torch']} on {options['machine']} with {' '.join(options['instructions'])}"
         raise ImportError(f"the machine code in it was compiled for {needed}, and here is torch {here}")
     target = "sm{}{}".format(*torch.cuda.get_device_capability()) if engine["device"] == "cuda" else ""

@@ -1,13 +1,19 @@
-"""Recurrent layers in OpenVINO, whose sequences have lengths of their own."""
+"""Sequences with lengths of their own in OpenVINO: recurrent layers, and masks that are made of the lengths."""
 
+import contextlib
+import itertools
+import runpy
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
+from enginesmith.pipeline.artifact import Artifact
 from enginesmith.pipeline.engines.openvino.engine import OpenVINO
 from enginesmith.pipeline.errors import ModelError
+from enginesmith.pipeline.system.device import Device
 from graphs import parse_graph, run_model
 from openvino_graphs import CPU, build
 
@@ -78,3 +84,93 @@ def test_the_last_state_of_a_cell_is_refused_where_lengths_are_ignored(tmp_path:
     for name, options in (("fixed", {"steps": "5", "batch": "3"}), ("none", {"lengths": ""})):
         (tmp_path / name).mkdir()
         build(make_layer("LSTM", "forward", outputs="y, h, c", **options), tmp_path / name)
+
+
+MASK = """net (float[n, t, 4] x, int64[n] lengths) => (float[n, t, 4] y) {
+    most = ReduceMax <keepdims = 0> (lengths)
+    places = Range(zero, most, one)
+    column = Unsqueeze(lengths, axis)
+    within = Less(places, column)
+    mask = Unsqueeze(within, last)
+    exponentials = Exp(x)
+    y = Where(mask, exponentials, outside)
+}"""
+"""A mask as wide as the longest sequence: where that is shorter than the data, it does not fit them."""
+
+Answer = Callable[[dict[str, Any]], dict[str, Any]]
+
+
+@contextlib.contextmanager
+def answer_in_session(artifact: Artifact, device: Device) -> Iterator[Answer]:
+    with OpenVINO().load(artifact, device) as session:
+        yield session.run
+
+
+@contextlib.contextmanager
+def answer_for_caller(artifact: Artifact, device: Device) -> Iterator[Answer]:
+    with OpenVINO().load(artifact, device) as session:
+        yield lambda feeds: {"y": session.answer([*feeds.values()])[0]}
+
+
+@contextlib.contextmanager
+def answer_in_sibling(artifact: Artifact, device: Device) -> Iterator[Answer]:
+    """Fail in one session, and answer in another one on the same weights, whose inputs are set already."""
+    with OpenVINO().load(artifact, device) as session, session.sibling() as sibling:
+
+        def answer(feeds: dict[str, Any]) -> dict[str, Any]:
+            if int(feeds["lengths"].max()) < feeds["x"].shape[1]:
+                return session.run(feeds)
+            bound = sibling.bind(feeds)
+            with contextlib.suppress(ModelError):
+                session.run({**feeds, "lengths": feeds["lengths"] // 2})
+            sibling.enqueue(bound)
+            with contextlib.suppress(ModelError):
+                session.run({**feeds, "lengths": feeds["lengths"] // 2})
+            sibling.enqueue(bound)
+            return sibling.fetch()
+
+        yield answer
+
+
+@contextlib.contextmanager
+def answer_in_bundle(artifact: Artifact, device: Device) -> Iterator[Answer]:
+    run = runpy.run_path(str(OpenVINO.infer_script()))
+    options = OpenVINO().package_facts(artifact.path, device).options
+    inputs = [{"shape": ["n", "t", 4]}, {"shape": ["n"]}]
+    facts = {"options": options, "inputs": inputs, "outputs": [{"name": "y", "shape": ["n", "t", 4]}]}
+    yield run["_openvino"](artifact.path, facts)
+
+
+@pytest.mark.parametrize(
+    ("opened", "threads"),
+    [
+        *itertools.product((answer_in_session, answer_for_caller, answer_in_sibling), (1, 2)),
+        (answer_in_bundle, 2),
+    ],
+)
+def test_calls_after_one_that_was_refused_are_answered_right(
+    tmp_path: Path,
+    opened: Callable[[Artifact, Device], contextlib.AbstractContextManager[Answer]],
+    threads: int,
+) -> None:
+    """OpenVINO keeps sizes of the call that failed, and on one thread it fails without an error.
+
+    Later calls were refused, or had answers of other sizes.
+    """
+    constants = {"zero": np.int64(0), "one": np.int64(1), "axis": np.int64([1]), "last": np.int64([2])}
+    artifact, _ = build(parse_graph(MASK, 17, outside=np.float32(-1), **constants), tmp_path)
+    rng, refused = np.random.default_rng(0), 0
+    with opened(artifact, Device(threads=threads)) as answer:
+        for _ in range(24):
+            x = rng.standard_normal((int(rng.integers(1, 4)), 20, 4)).astype(np.float32)
+            lengths = rng.choice([3, 9, 20], len(x))
+            try:
+                found = answer({"x": x, "lengths": lengths})["y"]
+            except (ModelError, RuntimeError):
+                assert lengths.max() < 20
+                refused += 1
+                continue
+            within = np.arange(20) < lengths[:, np.newaxis]
+            if lengths.max() == 20:
+                np.testing.assert_allclose(found, np.where(within[..., np.newaxis], np.exp(x), -1), rtol=1e-5)
+    assert refused > 3

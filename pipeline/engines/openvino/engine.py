@@ -227,9 +227,10 @@ class OpenVINO(Engine):
         file, signature = artifact.path, artifact.signature or model_file.signature(artifact.path)
         session.read_graph(file)  # it fails here, and not at the first call, if it is damaged
 
-        def compile_for(batch: int | None) -> Any:
+        def compile_for(batch: int | None, twofold: bool) -> Any:
+            threads = {session.THREADS: max(2, tuned.get(session.THREADS, device.thread_count))} if twofold else {}
             graph = session.read_graph(file) if batch is None else session.read_with_batch(file, signature, batch)
-            return session.compile_graph(graph, file.name, device, self.floats, **tuned, **more)
+            return session.compile_graph(graph, file.name, device, self.floats, **{**tuned, **threads, **more})
 
         able = session.has_only_a_batch(signature)
         return session.OpenVINOSession(session.Compiled(compile_for, self.fixed_batches if able else ()), signature)

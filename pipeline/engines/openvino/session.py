@@ -8,7 +8,7 @@ import contextlib
 import functools
 import gc
 import threading
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -21,7 +21,7 @@ from enginesmith.pipeline.engines.telemetry import import_without_telemetry
 from enginesmith.pipeline.errors import EnginesmithError, InvalidGraph, ModelError, UnsupportedGraph
 from enginesmith.pipeline.system.device import Device
 from enginesmith.pipeline.system.oom import out_of_memory, says_out_of_memory
-from enginesmith.pipeline.tensors import Array, Feeds, Signature
+from enginesmith.pipeline.tensors import Array, Feeds, Signature, read_sizes
 
 if TYPE_CHECKING:
     import onnx
@@ -221,16 +221,30 @@ class Compiled:
     With fixed sizes, OpenVINO chooses faster layouts and kernels: a detector of text took 0.84 times as long.
     """
 
-    def __init__(self, compile_for: Callable[[int | None], Any], batches: Collection[int]) -> None:
+    def __init__(self, compile_for: Callable[[int | None, bool], Any], batches: Collection[int]) -> None:
+        """``compile_for`` is given a batch size, and True where it has to compile for two threads at least."""
         self.batches = frozenset(batches)
         self._compile_for, self._compiled, self._lock = compile_for, dict[int | None, Any](), threading.Lock()
+        self._failed: list[Any] = []
+        """Models for one thread in which a call failed: OpenVINO ends the process where they are freed."""
 
     def find(self, batch: int | None) -> Any:
         """Return the compiled model for a batch size; None is for all others."""
         with self._lock:
             if batch not in self._compiled:
-                self._compiled[batch] = self._compile_for(batch)
+                self._compiled[batch] = self._compile_for(batch, bool(self._failed))
             return self._compiled[batch]
+
+    def discard(self, compiled: Any, *, silent: bool = False) -> None:
+        """Have what a call failed in compiled anew when it is next asked for.
+
+        OpenVINO 2026.4.1 keeps the sizes of values up to the operator that failed, as one does whose mask is shorter
+        than its data. The next calls then fail, too, or have answers of other sizes, also in new requests. On one
+        thread a call fails in ``silent``: its outputs are those of an earlier one. From then on, there are two.
+        """
+        with self._lock:
+            self._failed += [compiled] if silent and compiled not in self._failed else []
+            self._compiled = {batch: each for batch, each in self._compiled.items() if each is not compiled}
 
     def release_memory(self) -> None:
         """Free the buffers of layers, which the next call allocates again."""
@@ -239,10 +253,17 @@ class Compiled:
                 compiled.release_memory()
 
 
+_CHECK_INPUT = "check that the model takes this shape and these values"
+_MARK = bytes.fromhex("a55ac3960ff17be8")
+"""Bytes that no answer begins with."""
 _LONG = ("int64", "uint64", "uint32")
 _INT32 = np.iinfo(np.int32)
 _LARGE_BYTES = 1 << 18
 """Size from which an output is not copied for a caller, but written into an array of its own."""
+
+
+def _read_first_bytes(request: Any, output: int) -> bytes:
+    return bytes(request.get_output_tensor(output).data.reshape(-1).view(np.uint8)[: len(_MARK)])
 
 
 @dataclass(frozen=True)
@@ -261,6 +282,10 @@ class OpenVINOSession(Session):
         self.signature = signature
         self._models: Compiled | None = models
         self._requests: dict[int | None, Any] = {}
+        self._of: dict[int | None, Any] = {}
+        """The compiled models that these requests are of, by batch size."""
+        self._silent: dict[int | None, bool] = {}
+        """Whether their calls may fail without an error."""
         self._large: dict[int | None, dict[int, Any]] = {}
         """For each batch size, the tensors of its request that large outputs are written into, by position."""
         self._lent = set[int | None]()
@@ -286,10 +311,15 @@ class OpenVINOSession(Session):
     @property
     def request(self) -> Any:
         """The infer request of the last call."""
-        models = self._opened()
-        if self._batch not in self._requests:
-            self._requests[self._batch] = request = models.find(self._batch).create_infer_request()
-            static = (at for at in self._outputs if self.compiled.outputs[at].partial_shape.is_static)
+        compiled = self.compiled
+        if self._of.get(self._batch) is not compiled:
+            self._requests[self._batch] = request = compiled.create_infer_request()
+            self._of[self._batch] = compiled
+            dynamic = any(each.partial_shape.is_dynamic for each in (*compiled.inputs, *compiled.outputs))
+            self._silent[self._batch] = dynamic and compiled.get_property("INFERENCE_NUM_THREADS") == 1
+            self._lent.discard(self._batch)
+            self._set = None
+            static = (at for at in self._outputs if compiled.outputs[at].partial_shape.is_static)
             tensors = {at: request.get_output_tensor(at) for at in static}
             self._large[self._batch] = {at: each for at, each in tensors.items() if each.byte_size >= _LARGE_BYTES}
         return self._requests[self._batch]
@@ -319,8 +349,8 @@ class OpenVINOSession(Session):
         Raises:
             ModelError: OpenVINO raised; StepOutOfMemory where memory was what it lacked.
         """
-        changed, self._set = () if self._set is bound else bound.tensors, None
         request = self._choose(bound.arrays)
+        changed, self._set = () if self._set is bound else bound.tensors, None
         if self._batch in self._lent:
             self._lent.remove(self._batch)
             for at, tensor in self._large[self._batch].items():
@@ -343,8 +373,31 @@ class OpenVINOSession(Session):
             self._lent.add(self._batch)
             for at, array in given.items():
                 request.set_output_tensor(at, self._tensor(array, shared_memory=True))
+        marked = list(self._mark_outputs(request)) if self._silent[self._batch] else []
         self._infer(request, [self._tensor(value, shared_memory=True) for value in buffers])
-        return [given[at] if at in given else request.get_output_tensor(at).data.copy() for at in self._outputs]
+        failed = any(_read_first_bytes(request, at) == _MARK for at in marked)
+        outputs = [given[at] if at in given else request.get_output_tensor(at).data.copy() for at in self._outputs]
+        if failed or (self._silent[self._batch] and self._lacks_output(outputs, values)):
+            self._opened().discard(self._of[self._batch], silent=True)
+            raise ModelError("OpenVINO failed on this input, and does not say why on one thread", _CHECK_INPUT)
+        return outputs
+
+    def _lacks_output(self, outputs: Sequence[Array], values: Sequence[Array]) -> bool:
+        """Tell whether an output has no elements where inputs of these sizes lead to some, as before the first call."""
+        empty = [spec for spec, value in zip(self.signature.outputs, outputs, strict=True) if not value.size]
+        if not empty:
+            return False
+        inputs = self.signature.inputs
+        sizes = read_sizes(inputs, {spec.name: value for spec, value in zip(inputs, values, strict=True)})
+        return any(all(spec.resolve(sizes)) for spec in empty if sizes.keys() >= {*spec.symbols})
+
+    def _mark_outputs(self, request: Any) -> Iterator[int]:
+        """Mark the outputs of the last call, where they are not too short, to see whether a call writes others."""
+        for at in self._outputs:
+            data = request.get_output_tensor(at).data
+            if data.nbytes >= len(_MARK) and data.flags.writeable:
+                data.reshape(-1).view(np.uint8)[: len(_MARK)] = np.frombuffer(_MARK, np.uint8)
+                yield at
 
     def _check_range(self, values: Sequence[Array]) -> None:
         """Refuse whole numbers that OpenVINO, which computes int64 in 32 bits, would change without a word."""
@@ -370,23 +423,27 @@ class OpenVINOSession(Session):
 
     def _infer(self, request: Any, tensors: Iterable[Any]) -> None:
         """Run a request on input tensors, or on those that it has."""
+        begun = False
         try:
             for index, tensor in enumerate(tensors):
                 request.set_input_tensor(index, tensor)
+            begun = True
             request.infer(share_outputs=True)
         except (RuntimeError, MemoryError) as error:
+            if begun:
+                self._opened().discard(self._of[self._batch])
             text = _read_message(error)
             if isinstance(error, MemoryError) or says_out_of_memory(str(error)):
                 raise out_of_memory(text, f"OpenVINO ran out of memory: {text}") from error
-            remedy = "check that the model takes this shape and these values"
-            raise ModelError(f"OpenVINO failed on this input: {text}", remedy) from error
+            raise ModelError(f"OpenVINO failed on this input: {text}", _CHECK_INPUT) from error
 
     def synchronize(self) -> None:
         """Wait for nothing: a call returns when it is done."""
 
     def fetch(self) -> dict[str, Array]:
         outputs = self.signature.outputs
-        return {spec.name: self.request.get_output_tensor(at).data.copy() for at, spec in enumerate(outputs)}
+        request = self._requests[self._batch]
+        return {spec.name: request.get_output_tensor(at).data.copy() for at, spec in enumerate(outputs)}
 
     def release_idle_memory(self) -> None:
         """Free the buffers of layers, which the next call allocates again."""
@@ -396,6 +453,7 @@ class OpenVINOSession(Session):
         """Free the request, and the weights if no sibling uses them."""
         self._models = self._set = None
         self._requests.clear()
+        self._of.clear()
         self._large.clear()
         gc.collect()
         # OpenVINO keeps threads of closed models for later ones. A forked process would wait for them forever; they end
