@@ -215,6 +215,10 @@ def read_with_batch(path: Path, signature: Signature, batch: int) -> "openvino.M
     return graph
 
 
+_failed_silently: list[Any] = []
+"""Models in which a call failed on one thread. Once they are freed, calls of other models may end the process."""
+
+
 class Compiled:
     """Compile a graph when a size is first asked for: apart for each of the batch sizes given, once for all others.
 
@@ -225,14 +229,13 @@ class Compiled:
         """``compile_for`` is given a batch size, and True where it has to compile for two threads at least."""
         self.batches = frozenset(batches)
         self._compile_for, self._compiled, self._lock = compile_for, dict[int | None, Any](), threading.Lock()
-        self._failed: list[Any] = []
-        """Models for one thread in which a call failed: OpenVINO ends the process where they are freed."""
+        self._twofold = False
 
     def find(self, batch: int | None) -> Any:
         """Return the compiled model for a batch size; None is for all others."""
         with self._lock:
             if batch not in self._compiled:
-                self._compiled[batch] = self._compile_for(batch, bool(self._failed))
+                self._compiled[batch] = self._compile_for(batch, self._twofold)
             return self._compiled[batch]
 
     def discard(self, compiled: Any, *, silent: bool = False) -> None:
@@ -243,7 +246,8 @@ class Compiled:
         thread a call fails in ``silent``: its outputs are those of an earlier one. From then on, there are two.
         """
         with self._lock:
-            self._failed += [compiled] if silent and compiled not in self._failed else []
+            self._twofold |= silent
+            _failed_silently.extend([compiled] if silent else [])
             self._compiled = {batch: each for batch, each in self._compiled.items() if each is not compiled}
 
     def release_memory(self) -> None:
