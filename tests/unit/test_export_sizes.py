@@ -1,5 +1,6 @@
 """Sizes for which an exported graph holds, and what is said where they are not all that were asked for."""
 
+import contextlib
 import dataclasses
 import types
 from pathlib import Path
@@ -199,7 +200,10 @@ def test_a_size_at_which_the_program_alone_fails_is_tried_on_the_graph(
     if not right:
         monkeypatch.setattr(export, "differs_at", lambda *given: True)
     notes = exported(tmp_path, model).notes
-    assert [note.partition(":")[0] for note in notes] == ([] if right else ["the graph is captured where batch != 1"])
+    assert [note.partition(":")[0] for note in notes] == ([] if right else ["the graph is right only where batch != 1"])
+    ranges = {"batch": ShapeRange.parse("0:2:4")}
+    with contextlib.nullcontext() if right else pytest.raises(ExportError, match="--shape batch=0:2:4 has such sizes"):
+        exported(tmp_path, model, ranges=ranges)
 
 
 @pytest.mark.parametrize(("dims", "advice"), [(("batch", "length"), "batch,8"), (("rows", "length"), "9,8")])

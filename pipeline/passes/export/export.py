@@ -213,7 +213,10 @@ def _export_program(
 def _try_graph(
     model: "ir.Model", loaded: "LoadedModel", limits: Sequence[SizeLimit], out: Path
 ) -> tuple[SizeLimit, ...]:
-    """Try a graph at the sizes at which its program fails, and leave out those at which the graph is right."""
+    """Try a graph at the sizes at which its program fails, and leave out those at which the graph is right.
+
+    Where it is not, it fails as the program does, or is wrong.
+    """
     if all(limit.fault == "wrong" for limit in limits):
         return tuple(limits)
     with tempfile.TemporaryDirectory(dir=out) as folder:
@@ -224,7 +227,9 @@ def _try_graph(
             faults = [limit.fault == "wrong" or differs_at(path, loaded, limit.sizes) for limit in limits]
         except MissingCapability:
             return tuple(limits)
-    return tuple(limit for limit, fault in zip(limits, faults, strict=True) if fault)
+    return tuple(
+        dataclasses.replace(limit, fault="wrong") for limit, fault in zip(limits, faults, strict=True) if fault
+    )
 
 
 def _refuse_wrong_sizes(limits: Sequence[SizeLimit], loaded: "LoadedModel", ranges: Mapping[str, ShapeRange]) -> None:

@@ -44,6 +44,7 @@ class SizeLimit:
     sizes: Mapping[str, int]
     """All sizes of the trial: the example's but for the one that was changed."""
     fault: Fault
+    """``fails`` where that is known of the program alone, and not of the graph that is made of it."""
     fixed: bool = False
     """True where the program takes about the example's size alone."""
 
