@@ -63,7 +63,7 @@ class Load(_FromSource):
     seed: int = 0
     allow_pickle: bool = False
     widen: bool = False
-    """Take a module in bfloat16 in float32, as for the CPU, where ONNX Runtime does not compute in bfloat16."""
+    """Take a module in bfloat16 in float32, as for engines of ONNX graphs on the CPU."""
     data: str | None = None
     """Data whose first samples are the example, where nobody gives one and it would be made up."""
     data_options: SerializeAsAny[DataOptions] = AS_FOUND

@@ -31,8 +31,9 @@ def exported(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return file
 
 
-def prosecute(cli: Cli, *words: object, out: Path) -> dict[str, Any]:
-    done = cli("prosecute", *words, "--time", "1s", "-o", out, "--json", "--quiet")
+def prosecute(cli: Cli, *words: object, out: Path, time: str = "1s") -> dict[str, Any]:
+    """``time`` is only used up where nothing is found."""
+    done = cli("prosecute", *words, "--time", time, "-o", out, "--json", "--quiet")
     found: dict[str, Any] = json.loads(done.stdout)
     assert found["evidence"] == (str(out) if found["prosecution"]["finding"] else None)
     assert done.code == (1 if found["prosecution"]["finding"] else 0), done.text
@@ -67,7 +68,7 @@ def test_a_fault_is_found_named_and_shown(exported: Path, cli: Cli, tmp_path: Pa
             ]
         )
     onnx.save(model, tmp_path / "wrong.onnx")
-    finding = prosecute(cli, "digits", tmp_path / "wrong.onnx", out=tmp_path / "finding")["finding"]
+    finding = prosecute(cli, "digits", tmp_path / "wrong.onnx", out=tmp_path / "finding", time="30s")["finding"]
     assert finding["guilty"] == "graph"
     assert finding["nodes"][0].split()[0] == ("Gemm" if fault == "bias" else "Mul"), "not Shape, which is right"
     assert len(finding["nodes"]) == (1 if fault == "bias" else 5)

@@ -35,8 +35,8 @@ _TRAINING_MODE = (
     " running statistics"
 )
 _WIDENED = (
-    "its weights are in bfloat16, in which ONNX Runtime does not compute on the CPU: it is taken in float32, which "
-    "holds them exactly, and so is eager, which variants are compared with"
+    "its weights are in bfloat16, in which engines of ONNX graphs do not compute on the CPU: it is taken in float32, "
+    "which holds them exactly, and so is eager, which variants are compared with"
 )
 REMEDY = "it has to work in plain Python first; the whole trace is in the step's log"
 
