@@ -289,7 +289,7 @@ class OpenVINOSession(Session):
         self._of: dict[int | None, Any] = {}
         """The compiled models that these requests are of, by batch size."""
         self._silent: dict[int | None, bool] = {}
-        """Whether their calls may fail without an error."""
+        """By batch size: True where a call may fail without an error."""
         self._large: dict[int | None, dict[int, Any]] = {}
         """For each batch size, the tensors of its request that large outputs are written into, by position."""
         self._lent = set[int | None]()
