@@ -67,10 +67,8 @@ def test_what_cannot_pay_is_not_made(tmp_path: Path, settings: Settings) -> None
     assert "multiply-adds have a form in int8-dynamic" in str(records["onnxruntime-int8-dynamic"].reason)
     assert records["onnxruntime-int8-dynamic"].status == "skipped"
     for name in ("compiled-fp32", "aotinductor-fp32"):
-        made = any(step.status == "done" for step in run.steps if step.id == f"build-{name}")
         disturbed = any(row.disturbed for row in records[name].race)  # other programs ran, so that nothing is known
-        late = made and "faster" in records[name].dropped  # on a busy machine, nothing was sure before it was made
-        assert disturbed or late or (not made and "it was not made" in records[name].dropped)
+        assert disturbed or "faster" in records[name].dropped  # on a busy machine, some are made before that is sure
     assert run.winner
 
 
