@@ -6,8 +6,7 @@ In a service: ``model = infer.Model()`` once, then ``answers = model({"image": a
 import sys
 
 if __name__ == "__main__" and not (sys.flags.isolated or getattr(sys.flags, "safe_path", False)):
-    # a file that was added to the bundle, such as numpy.py, is never imported from it
-    sys.path[:] = [folder for folder in sys.path if folder != sys.path[0]]
+    sys.path[:] = [folder for folder in sys.path if folder != sys.path[0]]  # else a numpy.py beside it is imported
 
 import argparse
 import ctypes
@@ -93,10 +92,9 @@ class Model:
             if not outside:
                 raise
             raise ValueError(f"{'; '.join(outside.values())}, and fails there: {error}") from error
-        for dim, message in outside.items():
-            if dim not in self.exceeded:
-                self.exceeded.add(dim)
-                warnings.warn(f"{message}: nobody has checked its answers there", stacklevel=2)
+        for dim in [dim for dim in outside if dim not in self.exceeded]:
+            self.exceeded.add(dim)
+            warnings.warn(f"{outside[dim]}: nobody has checked its answers there", stacklevel=2)
         return answers
 
     def check(self):
@@ -376,7 +374,7 @@ def _openvino(file, engine):
     words, inputs = {shapes[at][axis] for at, axis in places}, {at for at, _ in places}
     if len(words) != 1 or len(inputs) < len(places) or (words != {"batch"} and any(axis for _, axis in places)):
         fixed = ()  # more than the batch is dynamic
-    known, own, lock = {}, threading.local(), threading.Lock()
+    known, ended, own, lock = {}, [], threading.local(), threading.Lock()
 
     def compiled(batch):
         with lock:
@@ -396,18 +394,27 @@ def _openvino(file, engine):
             wide = value.dtype.kind in "iu" and value.dtype.itemsize > 2 and value.size
             if wide and not -(2**31) <= value.min() <= value.max() < 2**31:
                 raise ValueError(f"{name} has whole numbers that do not fit in the 32 bits that OpenVINO has for them")
-        batch = values[places[0][0]].shape[places[0][1]] if fixed else None
-        batch = batch if batch in fixed else None
+        batch = next((size for at, axis in places[:1] if (size := values[at].shape[axis]) in fixed), None)
         own.requests = requests = getattr(own, "requests", {})  # of this thread
         model = compiled(batch)
         if batch not in requests or requests[batch][0] is not model:
-            requests[batch] = model, model.create_infer_request()
+            request, alone = model.create_infer_request(), model.get_property("INFERENCE_NUM_THREADS") == 1
+            empty = {at: [*value.shape] for at, value in enumerate(request.output_tensors) if alone and not value.size}
+            requests[batch] = model, request, empty
+        _, request, empty = requests[batch]
         try:
-            answers = requests[batch][1].infer(values, share_inputs=True)
+            for at, shape in empty.items():
+                request.get_output_tensor(at).shape = shape
+            answers = request.infer(values, share_inputs=True).to_tuple()
+            if not all(answers[at].size for at in empty):  # on one thread, only this one raises where a call fails
+                request.start_async(values, share_inputs=True)
+                request.wait()
         except RuntimeError:  # OpenVINO keeps sizes of a call that failed: the next one needs another compiled model
-            known.pop(batch, None)
+            failed = known.pop(batch, None)
+            ended.extend([failed] if empty else [])  # freed, it may end the process in a later call
+            options["INFERENCE_NUM_THREADS"] = max(2, options["INFERENCE_NUM_THREADS"])
             raise
-        return dict(zip([spec["name"] for spec in engine["outputs"]], answers.to_tuple(), strict=True))
+        return dict(zip([spec["name"] for spec in engine["outputs"]], answers, strict=True))
 
     return run
 
@@ -461,10 +468,9 @@ def _tensorrt(file, engine):
         for attribute, part in enumerate(parts, 75):  # CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR and _MINOR
             cuda.cuDeviceGetAttribute(ctypes.byref(part), attribute, 0)
         here = (trt.__version__, "sm" + "".join(str(part.value) for part in parts))
-        message = f"TensorRT {here[0]} on {here[1]} refuses it: it is built by {engine['version']} for "
-        message += ", ".join(engine["compute_capabilities"])
+        message = f"it is built by {engine['version']} for {', '.join(engine['compute_capabilities'])}"
         fits = here[0] == engine["version"] and here[1] in engine["compute_capabilities"]
-        raise (RuntimeError if fits else ImportError)(message)
+        raise (RuntimeError if fits else ImportError)(f"TensorRT {here[0]} on {here[1]} refuses it: {message}")
     context = loaded.create_execution_context()
     at, sizes, shapes = {}, {}, {}  # of memory on the GPU, by tensor; of outputs whose size only a run decides
     outputs = {spec["name"]: spec["dtype"] for spec in engine["outputs"]}
@@ -500,34 +506,31 @@ def _tensorrt(file, engine):
         raise ValueError(f"the engine is not built for {[list(value.shape) for value in feeds.values()]}")
 
     def run(feeds):
-        codes, answers = [cuda.cuCtxSetCurrent(owner)], {}  # of this thread
-        if (profile := profile_for(feeds)) != context.active_optimization_profile:
-            codes += [not context.set_optimization_profile_async(profile, 0)]
-        for name, value in feeds.items():
-            codes += [not context.set_input_shape(name, value.shape)]
-            codes += [not context.set_tensor_address(name, reserve(name, max(value.nbytes, 1)))]
-            codes += [cuda.cuMemcpyHtoD_v2(at[name], value.ctypes, ctypes.c_size_t(value.nbytes))]
-        for name, dtype in outputs.items():
-            if -1 in (shape := tuple(context.get_tensor_shape(name))):
-                codes += [not context.set_output_allocator(name, allocator)]
-                continue
-            answers[name] = value = np.empty(shape, dtype)
-            address = value.ctypes.data if name in on_host else reserve(name, max(value.nbytes, 1))
-            codes += [not context.set_tensor_address(name, address)]
-        if any(codes) or not context.execute_async_v3(0) or cuda.cuCtxSynchronize():
-            raise RuntimeError(f"the engine did not run: CUDA's and TensorRT's codes before it are {codes}")
-        for name, dtype in outputs.items():
-            value = answers.setdefault(name, np.empty(shapes.get(name, ()), dtype))
-            size = ctypes.c_size_t(value.nbytes)
-            if name not in on_host and (code := cuda.cuMemcpyDtoH_v2(value.ctypes, at[name], size)):
-                raise RuntimeError(f"CUDA cannot copy {name} from the GPU: error {code}")
-        return {name: answers[name] for name in outputs}
-
-    def run_alone(feeds):
         with lock:  # a context takes one call at a time
-            return run(feeds)
+            codes, answers = [cuda.cuCtxSetCurrent(owner)], {}  # of this thread
+            if (profile := profile_for(feeds)) != context.active_optimization_profile:
+                codes += [not context.set_optimization_profile_async(profile, 0)]
+            for name, value in feeds.items():
+                codes += [not context.set_input_shape(name, value.shape)]
+                codes += [not context.set_tensor_address(name, reserve(name, max(value.nbytes, 1)))]
+                codes += [cuda.cuMemcpyHtoD_v2(at[name], value.ctypes, ctypes.c_size_t(value.nbytes))]
+            for name, dtype in outputs.items():
+                if -1 in (shape := tuple(context.get_tensor_shape(name))):
+                    codes += [not context.set_output_allocator(name, allocator)]
+                    continue
+                answers[name] = value = np.empty(shape, dtype)
+                address = value.ctypes.data if name in on_host else reserve(name, max(value.nbytes, 1))
+                codes += [not context.set_tensor_address(name, address)]
+            if any(codes) or not context.execute_async_v3(0) or cuda.cuCtxSynchronize():
+                raise RuntimeError(f"the engine did not run: CUDA's and TensorRT's codes before it are {codes}")
+            for name, dtype in outputs.items():
+                value = answers.setdefault(name, np.empty(shapes.get(name, ()), dtype))
+                size = ctypes.c_size_t(value.nbytes)
+                if name not in on_host and (code := cuda.cuMemcpyDtoH_v2(value.ctypes, at[name], size)):
+                    raise RuntimeError(f"CUDA cannot copy {name} from the GPU: error {code}")
+            return {name: answers[name] for name in outputs}
 
-    return run_alone
+    return run
 
 
 def _load_plugins(trt, logger, engine):
@@ -546,8 +549,7 @@ def _read_array(file):
         try:
             return np.lib.format.read_array(opened, allow_pickle=False)
         except ValueError as error:
-            message = "cannot be read: give a .npy file of one array of numbers, as numpy.save writes it"
-            raise ValueError(f"{file} {message}") from error
+            raise ValueError(f"{file} cannot be read: give a .npy file of one array, from numpy.save") from error
 
 
 def _print_lines(lines):

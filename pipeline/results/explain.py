@@ -13,7 +13,7 @@ from typing import Any
 from enginesmith.pipeline.engines import title
 from enginesmith.pipeline.frameworks.records import HALF, format_percent, format_shares
 from enginesmith.pipeline.measure.statistics import TOO_NOISY, divide
-from enginesmith.pipeline.passes.quantize.precisions import AS_GIVEN, FORM_WORDS, WEAK_DB
+from enginesmith.pipeline.passes.quantize.precisions import AS_GIVEN, FORM_WORDS, KINDS, WEAK_DB
 from enginesmith.pipeline.results.run import Assignment, Run, VariantRecord, find_record
 from enginesmith.pipeline.system.device import Device
 
@@ -257,7 +257,9 @@ def _explain_group(group: Assignment, record: VariantRecord, low: str | None, to
         return GroupLoss(group, f"{remedy}, then trained" if remedy else "trained", cost)
     reached = "" if record.search and not any(step.passed for step in record.search) else _ALL_THE_SAME
     if not remedy:
-        remedy = f"none found{reached and ':'}{reached}{still and f', with {still}'}"
+        kind = KINDS.get(record.precision)  # other forms of the graph are made of calibrated ones alone
+        none = f"none is tried in {record.precision}" if kind and not kind.calibrated else "none found"
+        remedy = f"{none}{reached and ':'}{reached}{still and f', with {still}'}"
     elif still:
         remedy = f"{remedy}: still {still}{reached and ','}{reached}"
     return GroupLoss(group, remedy, cost)

@@ -378,7 +378,8 @@ class Assign(Task):
                 if row["group"] in impacts:
                     row["answer_change"] = math.sqrt(impacts[row["group"]])
             rescaled = f", {FORM_WORDS[chosen.form]}" if chosen.form in FORM_WORDS else ""
-            summary += f"{rescaled}, ranges by {chosen.method}" if chosen.method else ""
+            calibrated = chosen.method and KINDS[self.step.precision].calibrated
+            summary += f"{rescaled}, ranges by {chosen.method}" if calibrated else rescaled
             if not quantized and (chosen.method or chosen.kept):
                 slower = any(trial.passed and len(trial.kept) < len(chosen.kept) for trial in trials)
                 nothing = f"the goal is reached only with nothing in {low}"

@@ -249,7 +249,7 @@ def test_a_run_that_is_stopped_can_be_resumed(tmp_path: Path, sent: signal.Signa
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize("sent", [signal.SIGKILL, signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("sent", [signal.SIGKILL, signal.SIGINT])
 def test_a_finished_result_stays_when_a_redone_measurement_is_stopped(tmp_path: Path, sent: signal.Signals) -> None:
     slow = recipe(batch=[1], measure={"seconds": 5.0, "precision": 0.001, "memory": False})
     run = optimize(slow, tmp_path / "run", settings(tmp_path))

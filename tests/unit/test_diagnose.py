@@ -160,6 +160,13 @@ def test_a_form_that_did_not_lift_a_group_is_not_its_remedy(
     assert (loss.remedy, loss.cost) == (remedy, cost)
 
 
+def test_no_remedy_is_found_where_none_is_tried() -> None:
+    """Activations are quantized in each call: no form of the graph makes their channels even."""
+    record = quantized(WEAK.model_copy(update={"form": "given"}))
+    (loss,) = list_losses(record.model_copy(update={"precision": "int8-dynamic"}))
+    assert loss.remedy == "none is tried in int8-dynamic: the goal is reached all the same"
+
+
 def test_a_group_that_loses_much_only_after_rescaling_is_listed() -> None:
     worse = FINE.model_copy(update={"form": "rescaled", "sqnr_db": 12.0})
     assert [loss.remedy for loss in list_losses(quantized(worse))] == [

@@ -143,10 +143,7 @@ def answer_in_bundle(artifact: Artifact, device: Device) -> Iterator[Answer]:
 
 @pytest.mark.parametrize(
     ("opened", "threads"),
-    [
-        *itertools.product((answer_in_session, answer_for_caller, answer_in_sibling), (1, 2)),
-        (answer_in_bundle, 2),
-    ],
+    [*itertools.product((answer_in_session, answer_for_caller, answer_in_sibling, answer_in_bundle), (1, 2))],
 )
 def test_calls_after_one_that_was_refused_are_answered_right(
     tmp_path: Path,

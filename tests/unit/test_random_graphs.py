@@ -60,7 +60,7 @@ def test_graphs_are_of_many_operators_and_sound(fuzzing: SimpleNamespace) -> Non
 @pytest.mark.filterwarnings("ignore")
 def test_passes_keep_their_promises_on_random_graphs(fuzzing: SimpleNamespace, tmp_path: Path) -> None:
     kinds = Counter[str]()
-    for seed in SEEDS[:6]:
+    for seed in SEEDS[:4]:
         for outcome in fuzzing.fuzzing.fuzz(
             seed, list(fuzzing.fuzzing.CHEAP), tmp_path / str(seed), lambda _: None, stop=True
         ):
@@ -87,7 +87,7 @@ def test_a_pass_that_changes_the_answer_is_found(fuzzing: SimpleNamespace, tmp_p
 @pytest.mark.filterwarnings("ignore")
 def test_pruning_keeps_its_promises_on_random_modules(fuzzing: SimpleNamespace, tmp_path: Path) -> None:
     module, kinds = fuzzing.fuzzing_prune, Counter[str]()
-    for seed in (3, 13, 21):
+    for seed in (3, 13):
         for outcome in module.fuzz(seed, list(module.QUICK), tmp_path / str(seed), lambda _: None, stop=True):
             assert outcome.kind not in module.FINDINGS, outcome
             kinds[outcome.kind] += 1

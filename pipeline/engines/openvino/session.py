@@ -21,7 +21,7 @@ from enginesmith.pipeline.engines.telemetry import import_without_telemetry
 from enginesmith.pipeline.errors import EnginesmithError, InvalidGraph, ModelError, UnsupportedGraph
 from enginesmith.pipeline.system.device import Device
 from enginesmith.pipeline.system.oom import out_of_memory, says_out_of_memory
-from enginesmith.pipeline.tensors import Array, Feeds, Signature, read_sizes
+from enginesmith.pipeline.tensors import Array, Feeds, Signature
 
 if TYPE_CHECKING:
     import onnx
@@ -258,16 +258,10 @@ class Compiled:
 
 
 _CHECK_INPUT = "check that the model takes this shape and these values"
-_MARK = bytes.fromhex("a55ac3960ff17be8")
-"""Bytes that no answer begins with."""
 _LONG = ("int64", "uint64", "uint32")
 _INT32 = np.iinfo(np.int32)
 _LARGE_BYTES = 1 << 18
 """Size from which an output is not copied for a caller, but written into an array of its own."""
-
-
-def _read_first_bytes(request: Any, output: int) -> bytes:
-    return bytes(request.get_output_tensor(output).data.reshape(-1).view(np.uint8)[: len(_MARK)])
 
 
 @dataclass(frozen=True)
@@ -288,8 +282,8 @@ class OpenVINOSession(Session):
         self._requests: dict[int | None, Any] = {}
         self._of: dict[int | None, Any] = {}
         """The compiled models that these requests are of, by batch size."""
-        self._silent: dict[int | None, bool] = {}
-        """By batch size: True where a call may fail without an error."""
+        self._emptied: dict[int | None, dict[int, list[int]]] = {}
+        """For each batch size, the shapes of empty outputs, by position, where a call may fail without an error."""
         self._large: dict[int | None, dict[int, Any]] = {}
         """For each batch size, the tensors of its request that large outputs are written into, by position."""
         self._lent = set[int | None]()
@@ -319,8 +313,9 @@ class OpenVINOSession(Session):
         if self._of.get(self._batch) is not compiled:
             self._requests[self._batch] = request = compiled.create_infer_request()
             self._of[self._batch] = compiled
-            dynamic = any(each.partial_shape.is_dynamic for each in (*compiled.inputs, *compiled.outputs))
-            self._silent[self._batch] = dynamic and compiled.get_property("INFERENCE_NUM_THREADS") == 1
+            alone = compiled.get_property(THREADS) == 1
+            shapes = ((at, [*request.get_output_tensor(at).shape]) for at in self._outputs if alone)
+            self._emptied[self._batch] = {at: shape for at, shape in shapes if 0 in shape}
             self._lent.discard(self._batch)
             self._set = None
             static = (at for at in self._outputs if compiled.outputs[at].partial_shape.is_static)
@@ -377,31 +372,8 @@ class OpenVINOSession(Session):
             self._lent.add(self._batch)
             for at, array in given.items():
                 request.set_output_tensor(at, self._tensor(array, shared_memory=True))
-        marked = list(self._mark_outputs(request)) if self._silent[self._batch] else []
         self._infer(request, [self._tensor(value, shared_memory=True) for value in buffers])
-        failed = any(_read_first_bytes(request, at) == _MARK for at in marked)
-        outputs = [given[at] if at in given else request.get_output_tensor(at).data.copy() for at in self._outputs]
-        if failed or (self._silent[self._batch] and self._lacks_output(outputs, values)):
-            self._opened().discard(self._of[self._batch], silent=True)
-            raise ModelError("OpenVINO failed on this input, and does not say why on one thread", _CHECK_INPUT)
-        return outputs
-
-    def _lacks_output(self, outputs: Sequence[Array], values: Sequence[Array]) -> bool:
-        """Tell whether an output has no elements where inputs of these sizes lead to some, as before the first call."""
-        empty = [spec for spec, value in zip(self.signature.outputs, outputs, strict=True) if not value.size]
-        if not empty:
-            return False
-        inputs = self.signature.inputs
-        sizes = read_sizes(inputs, {spec.name: value for spec, value in zip(inputs, values, strict=True)})
-        return any(all(spec.resolve(sizes)) for spec in empty if sizes.keys() >= {*spec.symbols})
-
-    def _mark_outputs(self, request: Any) -> Iterator[int]:
-        """Mark the outputs of the last call, where they are not too short, to see whether a call writes others."""
-        for at in self._outputs:
-            data = request.get_output_tensor(at).data
-            if data.nbytes >= len(_MARK) and data.flags.writeable:
-                data.reshape(-1).view(np.uint8)[: len(_MARK)] = np.frombuffer(_MARK, np.uint8)
-                yield at
+        return [given[at] if at in given else request.get_output_tensor(at).data.copy() for at in self._outputs]
 
     def _check_range(self, values: Sequence[Array]) -> None:
         """Refuse whole numbers that OpenVINO, which computes int64 in 32 bits, would change without a word."""
@@ -426,16 +398,25 @@ class OpenVINOSession(Session):
         return self.request
 
     def _infer(self, request: Any, tensors: Iterable[Any]) -> None:
-        """Run a request on input tensors, or on those that it has."""
-        begun = False
+        """Run a request on input tensors, or on those that it has.
+
+        On one thread, a call that fails raises nothing, and writes no output: it is asked once more by the way that
+        raises, which is slower.
+        """
+        begun, emptied = False, self._emptied[self._batch]
         try:
             for index, tensor in enumerate(tensors):
                 request.set_input_tensor(index, tensor)
+            for at, shape in emptied.items():
+                request.get_output_tensor(at).shape = shape
             begun = True
             request.infer(share_outputs=True)
+            if any(not request.get_output_tensor(at).size for at in emptied):
+                request.start_async()
+                request.wait()
         except (RuntimeError, MemoryError) as error:
             if begun:
-                self._opened().discard(self._of[self._batch])
+                self._opened().discard(self._of[self._batch], silent=bool(emptied))
             text = _read_message(error)
             if isinstance(error, MemoryError) or says_out_of_memory(str(error)):
                 raise out_of_memory(text, f"OpenVINO ran out of memory: {text}") from error
