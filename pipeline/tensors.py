@@ -13,6 +13,8 @@ from enginesmith.pipeline.errors import ShapeError, SignatureError, UsageError
 Feeds = Mapping[str, np.ndarray[Any, np.dtype[Any]]]
 Array = np.ndarray[Any, np.dtype[Any]]
 Point = Literal["min", "opt", "max"]
+Constant = bool | int | float | str | None
+"""An argument of a module that is no array, and is the same in each call."""
 
 DTYPES = (
     *("float16", "float32", "float64", "bool"),
@@ -27,6 +29,11 @@ _DIM = re.compile(r"[A-Za-z_]\w*")
 _LENGTHS = re.compile(r"length|lens|(^|_)((kv|seq)?len|n(um)?_frames)(_|$)")
 """Parts of the names of inputs that say how long something is, in lower case with ``_`` between words."""
 _WORD = re.compile(r"[A-Z]?[a-z]+|[A-Z]+")
+
+
+def is_same(value: Any, constant: Constant) -> bool:
+    """Tell whether an argument of a call is a constant: equal, and of the same type."""
+    return type(value) is type(constant) and bool(value == constant)
 
 
 class TensorSpec(BaseModel, frozen=True):
@@ -241,6 +248,8 @@ class Signature(BaseModel, frozen=True):
     """Inputs that a file uses as the lengths of samples, whatever they are called."""
     unsigned: tuple[str, ...] = ()
     """Inputs of which the module refuses negative numbers, as an embedding does; other indices count from the end."""
+    constants: dict[str, Constant] = {}
+    """Arguments that the module is always called with beside its inputs, by name: what is no array in the example."""
     batched: bool = True
     """False if no output follows the dynamic dimension that would be the batch: it is a size like others."""
 

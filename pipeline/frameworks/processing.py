@@ -286,6 +286,7 @@ class Processing(BaseModel, frozen=True):
             unordered={name: kind for name, kind in unordered.items() if name in named},
             tables=self.core.tables,
             lengths=self.core.lengths,
+            constants=self.core.constants,
             batched=self.core.batched,
         )
 

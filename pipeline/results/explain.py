@@ -257,8 +257,8 @@ def _explain_group(group: Assignment, record: VariantRecord, low: str | None, to
         return GroupLoss(group, f"{remedy}, then trained" if remedy else "trained", cost)
     reached = "" if record.search and not any(step.passed for step in record.search) else _ALL_THE_SAME
     if not remedy:
-        kind = KINDS.get(record.precision)  # other forms of the graph are made of calibrated ones alone
-        none = f"none is tried in {record.precision}" if kind and not kind.calibrated else "none found"
+        untried = [name for name, kind in KINDS.items() if not kind.calibrated]  # no other forms of the graph are made
+        none = f"none is tried in {record.precision}" if record.precision in untried else "none found"
         remedy = f"{none}{reached and ':'}{reached}{still and f', with {still}'}"
     elif still:
         remedy = f"{remedy}: still {still}{reached and ','}{reached}"

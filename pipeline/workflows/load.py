@@ -16,7 +16,7 @@ import threading
 import weakref
 from collections import namedtuple
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
@@ -43,7 +43,17 @@ from enginesmith.pipeline.results import remeasure
 from enginesmith.pipeline.results.package import describe, verify
 from enginesmith.pipeline.results.package import manifest as manifests
 from enginesmith.pipeline.system.device import Device
-from enginesmith.pipeline.tensors import Array, Feeds, ShapeRange, Signature, TensorSpec, check_indices, read_sizes
+from enginesmith.pipeline.tensors import (
+    Array,
+    Constant,
+    Feeds,
+    ShapeRange,
+    Signature,
+    TensorSpec,
+    check_indices,
+    is_same,
+    read_sizes,
+)
 from enginesmith.pipeline.workflows.run_directory import work_where_begun
 from enginesmith.pipeline.workflows.stages import reload_model
 
@@ -63,6 +73,8 @@ class Stored:
     """Form of the module's outputs, as in :class:`Signature`."""
     unsigned: tuple[str, ...] = ()
     """Inputs of which the module refuses negative numbers, as in :class:`Signature`."""
+    constants: Mapping[str, Constant] = field(default_factory=dict)
+    """Arguments that the module was called with beside its inputs, as in :class:`Signature`."""
     work_folder: Path | None = None
     """Folder in which a module's code is run: where its run was begun. None for engines, which have no such code."""
     origin: Callable[[], Any] | None = None
@@ -103,7 +115,7 @@ def _find_in_bundle(folder: Path, variant: str | None, *, trust: bool) -> Stored
     verify.require_trust(manifest, trust=trust)
     candidate = verify.candidate(folder, manifest)
     vector, signature = folder / manifests.VECTOR, manifest.signature
-    return Stored(candidate, manifest.shapes, vector, manifest.thresholds, signature.returns, signature.unsigned)
+    return Stored(candidate, manifest.shapes, vector, manifest.thresholds, **_form_of(signature))
 
 
 def _find_in_run(folder: Path, variant: str | None, *, trust: bool) -> Stored:
@@ -121,8 +133,12 @@ def _find_in_run(folder: Path, variant: str | None, *, trust: bool) -> Stored:
         candidate = remeasure.candidate(record.id, stored, trust=trust)
     ranges = {name: ShapeRange.parse(text) for name, text in run.model.shapes.items()}
     thresholds, signature = describe.thresholds_of(run, record, candidate.engine), run.model.signature
-    form = (signature.returns, signature.unsigned) if signature else (None, ())
-    return Stored(candidate, ranges, vector, thresholds, *form, work_folder)
+    form = _form_of(signature) if signature else {}
+    return Stored(candidate, ranges, vector, thresholds, **form, work_folder=work_folder)
+
+
+def _form_of(signature: Signature) -> dict[str, Any]:
+    return {"returns": signature.returns, "unsigned": signature.unsigned, "constants": signature.constants}
 
 
 def _load_module(stored: remeasure.Stored) -> Candidate:
@@ -207,7 +223,9 @@ class LoadedModel:
         return self._pack([convert(output) for output in outputs] if convert else outputs)
 
     def _order(self, arguments: tuple[Any, ...], named: dict[str, Any]) -> Sequence[Any]:
+        fixed = self._stored.constants
         named = {name: value for name, value in named.items() if value is not None}
+        named = {name: value for name, value in named.items() if name not in fixed or not is_same(value, fixed[name])}
         values = dict(zip(self._inputs, arguments, strict=False)) | named
         if len(arguments) + len(named) != len(self._inputs) or values.keys() != set(self._inputs):
             raise self._explain_call(arguments, named)
@@ -215,7 +233,7 @@ class LoadedModel:
 
     def _explain_call(self, arguments: tuple[Any, ...], named: Mapping[str, Any]) -> CallError:
         """Name what is missing, and what is none of the inputs."""
-        inputs = self._inputs
+        inputs, fixed = self._inputs, self._stored.constants
         if len(arguments) == 1 and isinstance(arguments[0], Mapping):
             message = f"the model's inputs are {', '.join(inputs)}; it was called with a mapping"
             return CallError(message, "unpack the mapping: model(**inputs)")
@@ -226,6 +244,7 @@ class LoadedModel:
             f"with {len(arguments)} in order" if len(arguments) > len(self._inputs) else "",
             *(f"with {name} twice" for name in first if name in named),
             *(f"with {_show(*each)}, which is none of them" for each in named.items() if each[0] not in inputs),
+            *(f"where the engine has {name}={fixed[name]!r}" for name in named if name in fixed),
         ]
         remedy = "give each input once, in this order or by name; what else the original takes is not in the engine"
         return CallError(
@@ -292,7 +311,8 @@ class LoadedModel:
 
         returns = self._stored.returns
         named = isinstance(returns, dict) and "namedtuple" not in returns
-        return Replacement(self, eager, self.device, self._inputs, names_outputs=named)
+        constants = self._stored.constants
+        return Replacement(self, eager, self.device, self._inputs, names_outputs=named, constants=constants)
 
     def close(self) -> None:
         """Free the engine once calls that have begun are done; later calls raise UsageError."""

@@ -324,6 +324,32 @@ def test_what_is_not_in_the_engine_is_asked_of_the_original(opened: Load, named:
         model.as_module()(x, scale, **named)
 
 
+def test_an_argument_that_the_engine_has_is_taken_and_another_value_is_asked_of_the_original(opened: Load) -> None:
+    model, x, scale = opened("y"), torch.ones(2, 4), torch.full((2, 1), 3.0)
+    model._stored = dataclasses.replace(model._stored, constants={"double": True, "rows": None})
+    assert torch.equal(model(x, scale=scale, double=True), x * 3)
+    net = model.as_module(Encoder())
+    for answer in (
+        net(scale, x, True),
+        net(scale, x, double=True, rows=None),
+        model.as_module()(x, scale, double=True),
+    ):
+        assert torch.equal(answer, x * 3)
+    assert net.fallbacks == 0
+    with pytest.warns(
+        UserWarning, match="double is left out, and the engine computes what the module does with double=T"
+    ):
+        assert torch.equal(net(scale, x), x * 3)
+    assert net.fallbacks == 1
+    assert torch.equal(net(scale, x, False), x * 3)
+    assert net.fallbacks == 2
+    for double in (False, 1):
+        with pytest.raises(
+            CallError, match=f"with double={double}, which is none of them, where the engine has double=T"
+        ):
+            model(x, scale=scale, double=double)
+
+
 def test_none_in_the_place_of_a_default_is_asked_of_the_original(opened: Load) -> None:
     net, x, scale = opened("y").as_module(Encoder()), torch.ones(2, 4), torch.full((2, 1), 3.0)
     with pytest.warns(UserWarning, match="double is None, and the engine computes what the module does without double"):

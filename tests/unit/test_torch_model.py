@@ -273,7 +273,9 @@ def test_inputs_are_made_up_from_their_specification(load) -> None:
         ({"left": ONE, "right": ONE}, ["a:float32:2,3", "b:float32:2,3"], SignatureError, "--input names a, b"),
         ((ONE, ONE), ["left:int64:2,3", "right:float32:2,3"], SignatureError, "--input says.*expected left:int64:2,3"),
         ((ONE, torch.ones(4, 3)), ["left:float32:n,3", "right:float32:n,3"], SignatureError, "with n = 2"),
-        ((ONE, "text"), [], SourceError, "'right' is a str, not a tensor"),
+        ((ONE, ["text"]), [], SourceError, "'right' is a list, not a tensor"),
+        ({"left": ONE, "write": True}, [], SourceError, "'write' is a bool, not a tensor"),
+        ((ONE, "text"), [], SourceError, "running the model on its example inputs failed"),
         ((ONE, ONE.bfloat16()), [], SourceError, "bfloat16"),
         ((ONE, torch.ones(5)), [], SourceError, "running the model on its example inputs failed"),
     ],
@@ -281,6 +283,32 @@ def test_inputs_are_made_up_from_their_specification(load) -> None:
 def test_examples_that_do_not_fit(load, example: Any, inputs: list[str], error: type[Exception], message: str) -> None:
     with pytest.raises(error, match=message):
         load(Add(), example, *inputs)
+
+
+class Scale(nn.Module):
+    def forward(self, x: Tensor, double: bool = True, mask: Tensor | None = None, by: float = 1.0) -> Tensor:
+        scaled = x * by * (2 if double else 1)
+        return scaled if mask is None else scaled * mask
+
+
+@pytest.mark.parametrize(
+    ("example", "constants", "inputs"),
+    [
+        ({"x": ONE, "double": False, "by": 3}, {"double": False, "by": 3}, ["x"]),
+        ((ONE, False, None, 3.0), {"double": False, "mask": None, "by": 3.0}, ["x"]),
+        ((ONE, False, ONE, 3.0), {"double": False, "by": 3.0}, ["x", "mask"]),
+    ],
+)
+def test_arguments_that_are_no_arrays_are_the_same_in_each_call(
+    load, example: Any, constants: dict[str, Any], inputs: list[str]
+) -> None:
+    loaded, extended = load(Scale(), example), load(Scale(), example, append=("softmax",))
+    assert extended.signature.constants == constants
+    assert loaded.signature.constants == constants
+    assert list(loaded.example) == [spec.name for spec in loaded.signature.inputs] == inputs
+    assert any(note.startswith("always called with double = False, ") for note in loaded.notes)
+    for each in (loaded, extended.without_processing):
+        assert torch.equal(each.module(*[ONE * 2] * len(inputs))[0], ONE * (6 if len(inputs) == 1 else 12))
 
 
 def test_inputs_of_which_the_module_refuses_negative_indices_are_known(load) -> None:

@@ -41,6 +41,20 @@ class Tied(nn.Module):
         return found
 
 
+def test_arguments_that_are_no_arrays_come_back(tmp_path: Path) -> None:
+    (tmp_path / "net.py").write_text(
+        "import torch\n\nclass Net(torch.nn.Module):\n    def forward(self, x, by=1.0, double=True):\n"
+        "        return x * by * (2 if double else 1)\n\n"
+        "def build():\n    return Net(), (torch.ones(2, 3), 3, False)\n"
+    )
+    source = resolve(f"{tmp_path}/net.py:build")
+    loaded = torch_model.load(source, LoadOptions())
+    saved.save(loaded, source, LoadOptions(), tmp_path)
+    again = saved.load_artifact(stored(tmp_path))
+    assert again.signature.constants == {"by": 3, "double": False}
+    assert torch.equal(again.module(ONE)[0], ONE * 3)
+
+
 @pytest.mark.parametrize("part_bytes", [saved._PART_BYTES, 12])
 def test_what_is_stored_comes_back_with_its_weights(
     part_bytes: int, load, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

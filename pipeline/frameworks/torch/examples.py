@@ -41,7 +41,7 @@ def make_example(
         raise hugging_face_inputs.explain_refused(built.module, names)
     if built.example is None or (names and built.takes):
         return _make_up(built, specs, usual)
-    example = _name_inputs(built, names)
+    example = name_inputs(built, names)
     if names and set(names) != set(example):
         message = f"--input names {', '.join(names)}, and the example inputs are {', '.join(example)}"
         raise SignatureError(message, "use the same names")
@@ -50,7 +50,8 @@ def make_example(
         if not isinstance(example[name], Tensor):
             raise SourceError(
                 f"the example input {name!r} is a {type(value).__name__}, not a tensor",
-                "wrap the model so that its inputs are tensors, and fix the rest inside the wrapper",
+                "wrap the model so that its inputs are tensors, and fix the rest inside the wrapper; "
+                "arguments that forward names may be True, False, None, numbers or words",
             )
     return {name: example[name] for name in names or example}, {}
 
@@ -98,7 +99,7 @@ def note_guessed(drawn: Mapping[str, int], usual: Mapping[str, int]) -> Iterator
             yield f"inputs were drawn with {dim} = {size}: --shape {dim}=MIN:OPT:MAX gives the size that is usual, OPT"
 
 
-def _name_inputs(built: factories.Built, names: tuple[str, ...]) -> dict[str, Any]:
+def name_inputs(built: factories.Built, names: tuple[str, ...]) -> dict[str, Any]:
     """Return the example by input name, whatever form the factory gave it in."""
     value = built.example
     if isinstance(value, Mapping):

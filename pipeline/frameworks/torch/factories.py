@@ -9,7 +9,7 @@ import sys
 import traceback
 import zipfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -25,7 +25,7 @@ from enginesmith.pipeline.frameworks.onnx import evaluator
 from enginesmith.pipeline.frameworks.source import TORCHSCRIPT_REMEDY, Source
 from enginesmith.pipeline.frameworks.torch import file_tracking, hugging_face, hugging_face_inputs, native_readers
 from enginesmith.pipeline.frameworks.torch.attributes import UNKNOWN, Attributes, digest_attributes
-from enginesmith.pipeline.tensors import BATCH, TensorSpec, join_sum
+from enginesmith.pipeline.tensors import BATCH, Constant, TensorSpec, join_sum
 
 _LONGEST_MESSAGE = 400
 _LIBRARIES = ("numpy", "onnx", evaluator.LIBRARY, "onnxscript", "safetensors", "timm", "torch", "transformers")
@@ -67,6 +67,8 @@ class Built:
     """Remedy where the module does not run on it, if one is known."""
     remedy_random: str = ""
     """Remedy where the module answers differently each time, if one is known."""
+    constants: Mapping[str, Constant] = field(default_factory=dict)
+    """Arguments that were in the example and are no arrays: the module is always called with them."""
 
     @property
     def is_made_up(self) -> bool:

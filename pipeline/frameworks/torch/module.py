@@ -3,6 +3,7 @@
 import contextlib
 import dataclasses
 import inspect
+import math
 import re
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -33,7 +34,7 @@ from enginesmith.pipeline.frameworks.torch.file_tracking import track_files
 from enginesmith.pipeline.frameworks.torch.packages import list_packages
 from enginesmith.pipeline.frameworks.torch.processing import Extension, make_raw_example
 from enginesmith.pipeline.frameworks.torch.surgery import named_tensors
-from enginesmith.pipeline.tensors import Feeds, InputChoice, Signature, TensorSpec, check_feeds, read_sizes
+from enginesmith.pipeline.tensors import Constant, Feeds, InputChoice, Signature, TensorSpec, check_feeds, read_sizes
 
 _REMEDY_RANDOM = (
     "take out what is random (sampling, F.dropout without training=self.training) and what the module remembers from "
@@ -84,11 +85,15 @@ class NamedForward(nn.Module):
         extension: Extension | None = None,
         *,
         copies: bool = False,
+        constants: Mapping[str, Constant] | None = None,
     ) -> None:
-        """``copies`` is for a module that changes its inputs in place, as no engine does: it gets copies."""
+        """``copies`` is for a module that changes its inputs in place, as no engine does: it gets copies.
+
+        ``constants`` are arguments that it is always called with beside the inputs, by name.
+        """
         super().__init__()
         self.model = model
-        self.extension, self.copies = extension, copies
+        self.extension, self.copies, self.constants = extension, copies, dict(constants or {})
         self.training = False
         self.outputs = outputs
         self._keywords = inputs if _takes_keywords(model, inputs) else None
@@ -104,8 +109,8 @@ class NamedForward(nn.Module):
         """Call the user's module, and return what it returns."""
         tensors = tuple(tensor.clone() for tensor in tensors) if self.copies else tensors
         if self._keywords is None:
-            return self.model(*tensors)
-        return self.model(**dict(zip(self._keywords, tensors, strict=True)))
+            return self.model(*tensors, **self.constants)
+        return self.model(**dict(zip(self._keywords, tensors, strict=True)), **self.constants)
 
 
 @dataclass
@@ -149,7 +154,8 @@ class LoadedModel:
         core, names = extension.processing.core, tuple(self.example)
         with torch.no_grad():
             values = extension.prepare(tuple(self.example.values()))
-        module = NamedForward(self.module.model, names, self.module.outputs, copies=self.module.copies)
+        own = self.module
+        module = NamedForward(own.model, names, own.outputs, copies=own.copies, constants=own.constants)
         example = dict(zip(names, values, strict=True))
         return dataclasses.replace(self, module=module, signature=core, example=example, answers=())
 
@@ -187,6 +193,7 @@ def load(source: Source, options: LoadOptions, read_rows: RowReader | None = Non
             building.variables.add("PYTHONPATH")  # another module of the same name may come first
         built = factories.build(source)
         built = factories.widen(built) if options.widen else built
+        built = _fix_constants(built, options.inputs)
         if source.form == "hf" and not options.inputs:
             built = factories.fix_lengths(built)
     rows: Feeds = {}
@@ -242,7 +249,8 @@ def extend(loaded: LoadedModel, options: LoadOptions) -> LoadedModel:
         name = fitted.prepared.core.name
         example[name] = make_raw_example(fitted.prepared, example[name])
     core, extension = loaded.module, Extension(fitted)
-    module = NamedForward(core.model, tuple(example), core.outputs, extension, copies=core.copies)
+    kept: dict[str, Any] = {"copies": core.copies, "constants": core.constants}
+    module = NamedForward(core.model, tuple(example), core.outputs, extension, **kept)
     with torch.inference_mode():
         answers = module(*example.values())
     # sizes in outputs stay as they were found: neither resizing nor a selection changes which of them may vary
@@ -260,7 +268,10 @@ def _infer_signature(source: Source, options: LoadOptions, built: factories.Buil
         origin = "--input" if options.inputs else "the source"
         message = f"the example input does not fit what {origin} says: {error.message}"
         raise SignatureError(message, "make the two agree") from error
-    module, sizes = NamedForward(built.module, tuple(example), ()), _tensor_sizes(built.module)
+    module, sizes = (
+        NamedForward(built.module, tuple(example), (), constants=built.constants),
+        _tensor_sizes(built.module),
+    )
     origin, remedy = built.origin, factories.REMEDY
     if built.is_made_up:
         origin, remedy = examples.describe_made_up(built, specs, example, drawn)
@@ -293,7 +304,7 @@ def _infer_signature(source: Source, options: LoadOptions, built: factories.Buil
         )
     structure = describe_structure(returned, {id(value): name for name, value in outputs.items()})
     indices = {"unsigned": _list_unsigned(module, example), "tables": _count_table_rows(module, example)}
-    signature = signature.model_copy(update={"returns": structure, **indices})
+    signature = signature.model_copy(update={"returns": structure, "constants": built.constants, **indices})
     if options.inputs or not built.inputs:  # a source that declares its inputs knows what varies
         notes += suggest_dynamic_sizes(module, signature, example, options.processing)
     if left_out:
@@ -423,6 +434,24 @@ def describe_structure(value: Any, names: Mapping[int, str]) -> Any:
         items |= {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}
     items |= {str(key): item for key, item in value.items()} if isinstance(value, Mapping) else {}
     return {name: describe_structure(item, names) for name, item in items.items()} or None
+
+
+def _fix_constants(built: factories.Built, inputs: Sequence[TensorSpec]) -> factories.Built:
+    """Take the arguments that are no arrays out of the example, if forward names them: they are always the same."""
+    if not isinstance(built.example, (Mapping, tuple, list)):
+        return built
+    example = examples.name_inputs(built, tuple(spec.name for spec in inputs or built.inputs))
+    constants = {name: value for name, value in example.items() if _is_constant(value)}
+    if not constants or len(constants) == len(example) or not _takes_keywords(built.module, tuple(constants)):
+        return built
+    others = {name: value for name, value in example.items() if name not in constants}
+    told = ", ".join(f"{name} = {value!r}" for name, value in constants.items())
+    note = f"always called with {told}, which the example gives no array for; what is to vary has to be a tensor there"
+    return dataclasses.replace(built, example=others, constants=constants, notes=(*built.notes, note))
+
+
+def _is_constant(value: Any) -> bool:
+    return value is None or isinstance(value, (bool, int, str)) or (isinstance(value, float) and math.isfinite(value))
 
 
 def _takes_keywords(module: nn.Module, names: tuple[str, ...]) -> bool:

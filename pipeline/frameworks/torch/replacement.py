@@ -5,12 +5,14 @@ import inspect
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from inspect import Parameter, Signature
+from types import MappingProxyType
 from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
 
 from enginesmith.pipeline.errors import CallError, ShapeError, UsageError, warn_caller
+from enginesmith.pipeline.tensors import Constant, is_same
 
 _NAMES_OUTPUTS = "return_dict"
 """Switch of transformers that asks for outputs by name."""
@@ -35,10 +37,12 @@ class Replacement(nn.Module):
         inputs: Sequence[str] = (),
         *,
         names_outputs: bool = False,
+        constants: Mapping[str, Constant] = MappingProxyType({}),
     ) -> None:
         """Put ``model`` in the place of ``eager``, the original, which is put into evaluation mode.
 
         ``device`` is the engine's, and ``inputs`` are the names of its inputs. ``names_outputs``: it answers by name.
+        ``constants`` are arguments that the engine's module was always called with beside them.
 
         Raises:
             UsageError: ``eager`` is no module.
@@ -48,7 +52,7 @@ class Replacement(nn.Module):
         super().__init__()
         place = str(device) if torch.cuda.is_available() else "cpu"
         self.model, self.original, self._place = model, eager, torch.empty(0, device=place)
-        self._inputs, self._names_outputs = tuple(inputs), names_outputs
+        self._inputs, self._names_outputs, self._constants = tuple(inputs), names_outputs, dict(constants)
         self._fallbacks = _Fallbacks()
         self._prepare()
         self.eval()
@@ -60,7 +64,7 @@ class Replacement(nn.Module):
         around this module does not look into it: there may be a module in the engine. It does not refer to this module,
         which is freed where it is dropped, with the engine.
         """
-        caller = _Caller(self._inputs, self._names_outputs, self.original)
+        caller = _Caller(self._inputs, self._names_outputs, self._constants, self.original)
         answer = functools.partial(_answer, caller, self.model, self.original, self._fallbacks)
         self.forward = torch.compiler.disable(answer)  # type: ignore[no-untyped-call]
         self.forward.__signature__ = caller.signature  # type: ignore[attr-defined]
@@ -176,9 +180,16 @@ class _Fallbacks:
 class _Caller:
     """Make the arguments that a module is called with those of the engine in its place."""
 
-    def __init__(self, inputs: tuple[str, ...], names_outputs: bool, eager: nn.Module | None) -> None:
-        """``inputs`` are the engine's; with none, calls stay as they are."""
-        self._inputs, self._names_outputs = inputs, names_outputs
+    def __init__(
+        self,
+        inputs: tuple[str, ...],
+        names_outputs: bool,
+        constants: Mapping[str, Constant],
+        eager: nn.Module | None,
+    ) -> None:
+        """``inputs`` and ``constants`` are the engine's; with no inputs, calls stay as they are."""
+        self._inputs, self._names_outputs, self._constants = inputs, names_outputs, constants
+        self._has_original = eager is not None
         self.signature = _read_signature(eager, inputs)
         self._parameters = self.signature.parameters
         ordered = [name for name, each in self._parameters.items() if each.kind is Parameter.POSITIONAL_OR_KEYWORD]
@@ -204,6 +215,8 @@ class _Caller:
             arguments = ()
             for name in rest:
                 named |= bound.arguments[name]
+        if self._has_original:
+            self._check_constants(named)
         if named.keys() <= {*self._inputs}:
             return arguments, named
         kept = [name for name, value in named.items() if name in self._inputs or not self._is_usual(name, value)]
@@ -213,8 +226,18 @@ class _Caller:
                 raise CallError(message, "leave it out, or give the default")
         return arguments, {name: named[name] for name in kept}
 
+    def _check_constants(self, named: Mapping[str, Any]) -> None:
+        """Refuse a call without an argument that the engine's module had, where the original's default is another."""
+        for name, value in self._constants.items():
+            default = self._parameters[name].default if name in self._parameters else None
+            if name not in named and not is_same(default, value):
+                message = f"{name} is left out, and the engine computes what the module does with {name}={value!r}"
+                raise CallError(message, f"give {name}={value!r}")
+
     def _is_usual(self, name: str, value: Any) -> bool:
         """Tell whether a keyword that is no input asks for nothing but what the engine computes."""
+        if name in self._constants:
+            return is_same(value, self._constants[name])
         if name == _NAMES_OUTPUTS:
             return value is None or value is self._names_outputs
         known = name in self._parameters

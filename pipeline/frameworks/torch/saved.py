@@ -97,7 +97,8 @@ class _Record(BaseModel):
     def wrap(self, model: nn.Module, inputs: Iterable[str]) -> NamedForward:
         """Make the module with named inputs and outputs of the one that the factory builds."""
         extension = Extension(self.processing) if self.processing else None
-        return NamedForward(model, tuple(inputs), self.output_names, extension, copies=self.copies)
+        constants = self.signature.constants
+        return NamedForward(model, tuple(inputs), self.output_names, extension, copies=self.copies, constants=constants)
 
 
 def save(loaded: LoadedModel, source: Source, options: LoadOptions, out: Path) -> None:
