@@ -9,6 +9,7 @@ Accuracy is for our verdicts: nothing is searched, and what fails stays failed, 
 
 import logging
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
@@ -107,21 +108,28 @@ class QuantizeWithNncf(Task):
         attention = any(group.operator == "Attention" or group.reason == layers.TWO_ACTIVATIONS for group in groups)
         kind = nncf.ModelType.TRANSFORMER if attention else None
         overflow = nncf.OverflowFix.ENABLE if self.weight_bits == 7 else nncf.OverflowFix.DISABLE
+        words = [f"preset {self.preset}", "model type transformer" if kind else "", f"{self.weight_bits}-bit weights"]
+        quantize = partial(
+            nncf.quantize,
+            model,
+            preset=nncf.QuantizationPreset(self.preset),
+            target_device=nncf.TargetDevice.CPU,
+            subset_size=len(feeding),
+            fast_bias_correction=True,
+            model_type=kind,
+            ignored_scope=nncf.IgnoredScope(names=float_groups) if float_groups else None,
+        )
+        advanced = partial(nncf.AdvancedQuantizationParameters, overflow_fix=overflow)
         try:
-            quantized_model = nncf.quantize(
-                model,
-                nncf.Dataset(feeding),
-                preset=nncf.QuantizationPreset(self.preset),
-                target_device=nncf.TargetDevice.CPU,
-                subset_size=len(feeding),
-                fast_bias_correction=True,
-                model_type=kind,
-                ignored_scope=nncf.IgnoredScope(names=float_groups) if float_groups else None,
-                advanced_parameters=nncf.AdvancedQuantizationParameters(overflow_fix=overflow),
-            )
+            try:
+                quantized_model = quantize(nncf.Dataset(feeding), advanced_parameters=advanced())
+            except AttributeError:  # NNCF 3.4: SmoothQuant finds no weight behind a Transpose, as of a tied embedding
+                off = nncf.AdvancedSmoothQuantParameters(convolution=-1, matmul=-1)
+                parameters = advanced(smooth_quant_alphas=off)
+                quantized_model = quantize(nncf.Dataset(feeding), advanced_parameters=parameters)
+                words.append("without SmoothQuant, which failed")
         except _list_errors(nncf) as error:
             raise ModelError(f"NNCF cannot quantize this graph: {error}", "omit --quantizer nncf") from error
-        words = (f"preset {self.preset}", "model type transformer" if kind else "", f"{self.weight_bits}-bit weights")
         return quantized_model, ", ".join(filter(None, (*words, "fast bias correction", f"{len(feeding)} feeds")))
 
 
@@ -159,4 +167,4 @@ def _make_unsigned(graph: "onnx.GraphProto") -> None:
 def _list_errors(nncf: Any) -> tuple[type[Exception], ...]:
     """List what NNCF raises: its own exceptions, which have no class in common, and those of libraries under it."""
     own = (kind for kind in vars(nncf.errors).values() if isinstance(kind, type) and issubclass(kind, Exception))
-    return (RuntimeError, ValueError, LookupError, TypeError, *own)
+    return (RuntimeError, ValueError, LookupError, TypeError, AttributeError, *own)

@@ -1,10 +1,16 @@
 """Test what becomes of NNCF's graphs before ONNX Runtime and OpenVINO get them."""
 
+from types import SimpleNamespace
+from typing import Any
+
 import numpy as np
 import onnx
 import onnxruntime
+import pytest
 from onnx import TensorProto, helper, numpy_helper
 
+from enginesmith.pipeline.errors import ModelError
+from enginesmith.pipeline.tasks import nncf
 from enginesmith.pipeline.tasks.nncf import _make_unsigned
 
 
@@ -63,3 +69,39 @@ def test_what_is_unsigned_stays() -> None:
     again = onnx.ModelProto.FromString(model.SerializeToString())
     _make_unsigned(again.graph)
     assert again == model
+
+
+class FailsToSmooth:
+    """NNCF as far as it is called here: its SmoothQuant fails, as it does at the tied embedding of a GPT."""
+
+    def __init__(self) -> None:
+        self.errors = SimpleNamespace()
+        self.ModelType = SimpleNamespace(TRANSFORMER="transformer")
+        self.OverflowFix = SimpleNamespace(ENABLE="enable", DISABLE="disable")
+        self.TargetDevice = SimpleNamespace(CPU="cpu")
+        self.QuantizationPreset = self.Dataset = self.IgnoredScope = lambda given, **names: given
+        self.AdvancedQuantizationParameters = self.AdvancedSmoothQuantParameters = dict
+        self.refuses_all = False
+
+    def set_log_level(self, level: int) -> None:
+        """Accept any level."""
+
+    def quantize(self, model: str, data: list[int], advanced_parameters: dict[str, Any], **settings: Any) -> str:
+        """Quantize without SmoothQuant alone."""
+        if self.refuses_all or "smooth_quant_alphas" not in advanced_parameters:
+            raise AttributeError("'NoneType' object has no attribute 'shape'")
+        assert advanced_parameters["smooth_quant_alphas"] == {"convolution": -1, "matmul": -1}
+        return f"{model}, quantized"
+
+
+def test_where_its_smoothing_fails_it_quantizes_without(monkeypatch: pytest.MonkeyPatch) -> None:
+    library = FailsToSmooth()
+    monkeypatch.setattr(nncf, "import_without_telemetry", lambda name: library)
+    step: Any = SimpleNamespace(weight_bits=7, preset="mixed")
+    quantize: Any = nncf.QuantizeWithNncf._quantize
+    made, settings = quantize(step, "graph", [1, 2], (), [])
+    assert made == "graph, quantized"
+    assert settings == "preset mixed, 7-bit weights, without SmoothQuant, which failed, fast bias correction, 2 feeds"
+    library.refuses_all = True
+    with pytest.raises(ModelError, match="NNCF cannot quantize this graph: 'NoneType' object has no attribute 'shape'"):
+        quantize(step, "graph", [1, 2], (), [])
