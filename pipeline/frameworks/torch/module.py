@@ -268,10 +268,8 @@ def _infer_signature(source: Source, options: LoadOptions, built: factories.Buil
         origin = "--input" if options.inputs else "the source"
         message = f"the example input does not fit what {origin} says: {error.message}"
         raise SignatureError(message, "make the two agree") from error
-    module, sizes = (
-        NamedForward(built.module, tuple(example), (), constants=built.constants),
-        _tensor_sizes(built.module),
-    )
+    module = NamedForward(built.module, tuple(example), (), constants=built.constants)
+    sizes = _tensor_sizes(built.module)
     origin, remedy = built.origin, factories.REMEDY
     if built.is_made_up:
         origin, remedy = examples.describe_made_up(built, specs, example, drawn)
