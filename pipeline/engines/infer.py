@@ -398,20 +398,20 @@ def _openvino(file, engine):
         own.requests = requests = getattr(own, "requests", {})  # of this thread
         model = compiled(batch)
         if batch not in requests or requests[batch][0] is not model:
-            request, alone = model.create_infer_request(), model.get_property("INFERENCE_NUM_THREADS") == 1
-            empty = {at: [*value.shape] for at, value in enumerate(request.output_tensors) if alone and not value.size}
-            requests[batch] = model, request, empty
-        _, request, empty = requests[batch]
+            dynamic = any(value.partial_shape.is_dynamic for value in (*model.inputs, *model.outputs))
+            silent = dynamic and model.get_property("INFERENCE_NUM_THREADS") == 1
+            requests[batch] = model, model.create_infer_request(), silent
+        _, request, silent = requests[batch]
         try:
-            for at, shape in empty.items():
-                request.get_output_tensor(at).shape = shape
-            answers = request.infer(values, share_inputs=True).to_tuple()
-            if not all(answers[at].size for at in empty):  # on one thread, only this one raises where a call fails
+            if silent:  # on one thread, infer raises nothing where a call fails, and answers what an earlier one did
                 request.start_async(values, share_inputs=True)
                 request.wait()
+                answers = [value.data.copy() for value in request.output_tensors]
+            else:
+                answers = request.infer(values, share_inputs=True).to_tuple()
         except RuntimeError:  # OpenVINO keeps sizes of a call that failed: the next one needs another compiled model
             failed = known.pop(batch, None)
-            ended.extend([failed] if empty else [])  # freed, it may end the process in a later call
+            ended.extend([failed] if silent else [])  # freed, it may end the process in a later call
             options["INFERENCE_NUM_THREADS"] = max(2, options["INFERENCE_NUM_THREADS"])
             raise
         return dict(zip([spec["name"] for spec in engine["outputs"]], answers, strict=True))

@@ -97,6 +97,14 @@ MASK = """net (float[n, t, 4] x, int64[n] lengths) => (float[n, t, 4] y) {
 }"""
 """A mask as wide as the longest sequence: where that is shorter than the data, it does not fit them."""
 
+POOLED = MASK.replace("int64[n]", "int64[1]").replace("[n, t, 4] x", "[1, t, 4] x").replace("[n, t, 4] y", "[1, 4] y")
+POOLED = POOLED.replace(
+    "    y = Where(mask, exponentials, outside)",
+    """    wide = Where(mask, exponentials, outside)
+    y = ReduceMax <axes = [1], keepdims = 0> (wide)""",
+)
+"""The same with an output of one size, which a call that fails does not leave empty."""
+
 Answer = Callable[[dict[str, Any]], dict[str, Any]]
 
 
@@ -139,6 +147,25 @@ def answer_in_bundle(artifact: Artifact, device: Device) -> Iterator[Answer]:
     inputs = [{"shape": ["n", "t", 4]}, {"shape": ["n"]}]
     facts = {"options": options, "inputs": inputs, "outputs": [{"name": "y", "shape": ["n", "t", 4]}]}
     yield run["_openvino"](artifact.path, facts)
+
+
+@pytest.mark.parametrize("opened", [answer_in_session, answer_for_caller, answer_in_bundle])
+def test_an_output_of_one_size_is_not_that_of_another_call(
+    tmp_path: Path, opened: Callable[[Artifact, Device], contextlib.AbstractContextManager[Answer]]
+) -> None:
+    constants = {"zero": np.int64(0), "one": np.int64(1), "axis": np.int64([1]), "last": np.int64([2])}
+    artifact, _ = build(parse_graph(POOLED, 17, outside=np.float32(-1), **constants), tmp_path)
+    rng, refused = np.random.default_rng(0), 0
+    with opened(artifact, Device(threads=1)) as answer:
+        for length in (20, 9, 20, 3, 3, 20):
+            x = rng.standard_normal((1, 20, 4)).astype(np.float32)
+            try:
+                found = answer({"x": x, "lengths": np.array([length])})["y"]
+            except (ModelError, RuntimeError):
+                refused += 1
+                continue
+            np.testing.assert_allclose(found, np.exp(x).max(1), rtol=1e-5)
+    assert refused == 3
 
 
 @pytest.mark.parametrize(
