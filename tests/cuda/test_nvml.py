@@ -65,7 +65,7 @@ def test_memory_of_single_processes_may_be_untold(told: str, card: Card) -> None
 def test_numbers_of_the_host_are_nobodys_in_a_container(card: Card) -> None:
     card(pid_offset=1 - os.getpid() - (1 << 23))  # no process has such a number
     _, warnings, own, _ = look(host=False)
-    assert not [text for text in warnings if "others" in text]
+    assert not [text for text in warnings if "used by others" in text]
     assert own[0] is None
     assert "numbers processes as the host does" in own[1]
 
