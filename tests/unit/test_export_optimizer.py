@@ -1,4 +1,4 @@
-"""The graph that torch.onnx writes, optimized: what onnxscript does to it, and what is left out of that."""
+"""Optimize the graph that torch.onnx writes: what onnxscript does to it, and what is left out of that."""
 
 from collections import Counter
 
